@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import gc
 import mmap
 import os
@@ -362,14 +361,9 @@ def raw(ask: redis.Redis, prefix: str) -> Iterator[RawClient]:
 @pytest.fixture
 def no_quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that dies without having had a batch has failed at once."""
-    from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
+    from service_streamer.supervision.supervisor import Supervisor
 
-    init = Supervisor.__init__
-
-    def init_strict(supervisor: Supervisor, wanted: int, policy: RestartPolicy) -> None:
-        init(supervisor, wanted, dataclasses.replace(policy, max_restarts=0))
-
-    monkeypatch.setattr(Supervisor, "__init__", init_strict)
+    monkeypatch.setattr(Supervisor, "max_restarts", 0)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from service_streamer import Future, PredictTimeout, WorkerStartError
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import Call
-from service_streamer.supervision.autoscaling import Autoscaling
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.supervision.supervisor import Loss
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure
 from service_streamer.workers.transport import WorkerDied
@@ -23,7 +22,7 @@ class StubEngine:
         self,
         worker_num: int = 1,
         batch_size: int = 4,
-        scaling: Autoscaling | None = None,
+        most: int | None = None,
         **options: Any,
     ) -> None:
         self.clock = ManualClock()
@@ -32,10 +31,12 @@ class StubEngine:
         self.batcher = Batcher(
             batch_size=batch_size, expired=Failure(PredictTimeout("expired")), **options
         )
-        self.supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
+        fleet = Fleet(self.batcher, worker_num, most or worker_num)
+        self.supervisor, self.scaling = fleet.supervisor, fleet.scaling
+        self.supervisor.max_restarts, self.supervisor.jitter = 1, lambda: 0.0
         self.engine = Engine(
             self.transport,
-            Fleet(self.batcher, self.supervisor, scaling, jitter=lambda: 0.0),
+            fleet,
             max_pending=options.get("max_pending"),
             clock=self.clock,
         )

@@ -51,12 +51,11 @@ class Fluid:
         start: float = 5.0,
         speed: float = 100.0,
         full: float = 10.0,
-        target: float | None = None,
         startable: int = 1000,
         room: float = math.inf,
         patience: float = math.inf,
     ) -> None:
-        self.scaling = Autoscaling(least, most, target)
+        self.scaling = Autoscaling(least, most)
         self.rate, self.start, self.speed, self.full = rate, start, speed, full
         self.startable, self.room, self.patience = startable, room, patience
         self.now = 0.0
@@ -268,14 +267,11 @@ def test_workers_that_were_ended_too_soon_stay_longer_the_next_time() -> None:
     assert max(ups) < 1_000
 
 
-@pytest.mark.parametrize(
-    ("target", "turn", "counts"),
-    [(None, 1e-3, 0.05), (None, 0.1, 0.2), (1.0, 0.1, 1.0), (0.01, 0.1, 0.1)],
-)
-def test_the_target_is_derived_or_given(target: float | None, turn: float, counts: float) -> None:
-    scaling = Autoscaling(1, 2, target)
+@pytest.mark.parametrize(("turn", "target"), [(1e-3, 0.05), (0.1, 0.2)])
+def test_the_target_is_derived(turn: float, target: float) -> None:
+    scaling = Autoscaling(1, 2)
     scaling.decide(Load(0, 0, 0, 0, 0, 1, 0, 10, 10 / turn, turn, 1.0), 0.0)
-    assert scaling.target == pytest.approx(counts)
+    assert scaling.target == pytest.approx(target)
 
 
 def test_new_bounds_change_the_number_only_as_far_as_they_have_to() -> None:
@@ -296,17 +292,14 @@ def test_new_bounds_change_the_number_only_as_far_as_they_have_to() -> None:
     turn=st.floats(2e-3, 2),
     least=st.integers(1, 3),
     more=st.integers(1, 20),
-    target=st.none() | st.floats(0.01, 5),
 )
 def test_a_constant_load_has_the_number_rise_once_and_fall_once(
-    share: float, start: float, full: int, turn: float, least: int, more: int, target: float | None
+    share: float, start: float, full: int, turn: float, least: int, more: int
 ) -> None:
     """Within the bounds, and never below what computes: ``Fluid`` asserts that."""
     speed = full / turn
     rate = share * speed
-    walk = Fluid(
-        least, least + more, steady(rate), start=start, speed=speed, full=full, target=target
-    )
+    walk = Fluid(least, least + more, steady(rate), start=start, speed=speed, full=full)
     delay = max(autoscaling.LEAST_DELAY, autoscaling.DELAY_OF_START * start)  # or less
     step = max(0.02, start / 200)
     walk.until(10 * delay, step)
@@ -383,8 +376,7 @@ class Setup(StubEngine):
     """Has so many workers as the load needs, of batches of one item."""
 
     def __init__(self, least: int, most: int, **options: Any) -> None:
-        self.scaling = Autoscaling(least, most, 1.0)
-        super().__init__(least, 1, self.scaling, **options)
+        super().__init__(least, 1, most, **options)
 
     def pass_time(self, seconds: float) -> None:
         """Let the loop look at the load whenever it is due, until so many seconds have passed."""
@@ -429,7 +421,7 @@ def test_more_workers_are_started_for_what_waits(setup: Setup) -> None:
     # The second number is the place, and the third decides about its share of the machine.
     assert setup.transport.started == [(0, 0, 3), (1, 1, 3), (2, 2, 3)]
     stats = setup.engine.stats()
-    assert (stats.wanted, stats.worker_range, stats.target_wait) == (3, (1, 3), 1.0)
+    assert (stats.wanted, stats.worker_range, stats.target_wait) == (3, (1, 3), pytest.approx(0.2))
     assert stats.wait == pytest.approx(99.8, rel=0.01)
     assert "(3 wanted, 1 to 3)" in stats.gist
 
@@ -469,7 +461,7 @@ def test_a_number_by_hand_is_kept_and_bounds_let_the_load_decide_again(setup: Se
 
 def test_closing_engine_is_not_scaled(setup: Setup) -> None:
     setup.overload()
-    setup.pass_time(1.0)
+    setup.pass_time(0.3)
     closing = threading.Thread(target=setup.engine.close, kwargs={"drain": True, "timeout": None})
     closing.start()
     await_that(lambda: setup.engine.state is EngineState.DRAINING)

@@ -47,7 +47,7 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
             batcher.check_invariants()
             assert batcher.batch_returned(report, now + 0.03).calls == [call]
             batcher.check_invariants()
-            names = "id slot size cost reason calls is_full arrived cut_at queued answered pending"
+            names = "id slot size cost reason calls arrived cut_at queued answered pending"
             said.append(tuple(getattr(batch, name) for name in names.split()))
             said.append((batcher.deadline, batcher.queue.cost.line))
         metrics = batcher.figures.metrics
@@ -195,20 +195,21 @@ def test_items_of_a_call_are_parted_after_a_death() -> None:
 def test_items_that_a_worker_found_to_be_at_fault_fail_and_are_counted() -> None:
     walk = Walk(batch_size=4)
     calls, batch = full_batch(walk, *"abcd")
-    done = walk.done(batch, runs=5, _1="of b", _2="of c")
+    walk.done(batch, runs=5, _1="of b", _2="of c")
     assert failures(calls) == [None, "of b", "of c", None]
     assert walk.batcher.retries.isolated_calls == 2
-    assert [tuple(each) for each in done.searches] == [(4, 2, "of b", 5)]
+    assert walk.batcher.retries.take_ended() == [(4, 2, "of b", 5)]
 
 
 def test_a_batch_that_fails_as_a_whole_is_nobodys_fault() -> None:
     walk = Walk(batch_size=4, isolate_errors=False, shared=lambda failure, _: f"not {failure}")
     calls, batch = full_batch(walk, *"ab")
-    done = walk.failed(batch)
+    walk.failed(batch)
     assert failures(calls) == ["not why", "not why"]
-    assert [tuple(each) for each in done.searches] == [(2, 2, "why", 0)]
+    assert walk.batcher.retries.take_ended() == [(2, 2, "why", 0)]
     call, [batch] = walk.submit("c")
-    assert not walk.failed(batch).searches
+    walk.failed(batch)
+    assert not walk.batcher.retries.take_ended()
     assert failures([call]) == ["why"], "it was alone"
 
 

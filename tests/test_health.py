@@ -48,10 +48,8 @@ def test_a_lost_worker_is_forgotten() -> None:
     health.computed(2)
     for _ in range(ROW):
         health.failed(1, 0.0)
-    health.held_back.append(1)
     health.lost(1, 0.0, had_new_items=False)
     assert not health.is_suspect(1), "of a new worker nothing is known"
-    assert not health.held_back
 
 
 def test_no_worker_answers_when_ten_batches_in_a_row_failed_lately() -> None:
@@ -140,7 +138,7 @@ def test_where_bad_items_are_everywhere_workers_are_not_held_back(share: int) ->
     held_back = batches = 0
     for second in range(200):
         service.run(second / 10)
-        held_back += len(service.batcher.health.held_back)
+        held_back += len(service.batcher.slots.held_back)
         batches += 4
     assert service.condemned == []
     assert held_back <= 0.1 * batches
@@ -203,7 +201,7 @@ def batcher_that_holds_back() -> Batcher:
     for slot in range(5):
         batcher.worker_ready(slot, 0.0)
     condemned: list[int] = []
-    while not (condemned and batcher.health.held_back):
+    while not (condemned and batcher.slots.held_back):
         batches = [batch for _ in range(5) for batch in submit(batcher).batches]
         for batch in sorted(batches, key=lambda batch: -batch.slot):
             failure = Error() if batch.slot < 2 else None
@@ -211,7 +209,7 @@ def batcher_that_holds_back() -> Batcher:
             for slot in batcher.batch_returned(report, 0.0).condemned:
                 condemned.append(slot)
                 batcher.worker_lost(slot, None, 0.0)
-    assert (condemned, batcher.health.held_back) == ([1], [0])
+    assert (condemned, batcher.slots.held_back) == ([1], [0])
     return batcher
 
 
@@ -242,7 +240,7 @@ def test_worker_that_is_held_back_goes_on_when_most_of_the_others_fail_too() -> 
     batcher = batcher_that_holds_back()
     for batch in [batch for _ in range(3) for batch in submit(batcher).batches]:
         batcher.batch_returned(BatchReport(batch.id, failure=Error(), slot=batch.slot), 0.0)
-    assert not batcher.health.held_back
+    assert not batcher.slots.held_back
 
 
 def test_worker_that_is_held_back_is_replaced_in_its_time_though_nothing_happens() -> None:

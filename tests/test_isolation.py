@@ -244,7 +244,7 @@ def test_a_part_that_no_caller_waits_for_any_more_holds_up_no_batch() -> None:
     assert not batcher.call_submitted(Call([None] * 5, None), 0.0).batches
     failed = batcher.batch_returned(BatchReport(third.id, failure="raised", slot=third.slot), 0.0)
     assert len(failed.calls) == 1
-    assert failed.vacant == [third.slot]
+    assert batcher.slots.vacant() == [third.slot]
     [batch] = [*failed.batches, *batcher.worker_lost(third.slot, "ended", 0.0).batches]
     assert batch.size == 5
 

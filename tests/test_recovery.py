@@ -10,7 +10,7 @@ import pytest
 
 import service_streamer.workers.transport as events
 from service_streamer import WorkerStartError
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.supervision.supervisor import Loss, Supervisor
 from service_streamer.workers.protocol import Failure
 from stub_engine import StubEngine
 from test_supervision import Walk
@@ -127,22 +127,22 @@ def test_the_only_worker_is_never_ended_first_unasked(worker_num: int, overlap: 
 
 
 def test_the_time_to_load_is_learned() -> None:
-    supervisor = Supervisor(2, RestartPolicy(start_timeout="auto"))
+    supervisor = Supervisor(2, "auto")
     supervisor.orders(0.0)
     assert supervisor.due == 3600.0
     supervisor.ready(0, 10.0)
-    supervisor.lost(0, Loss.CRASHED, 20.0, 0.0)
+    supervisor.lost(0, Loss.CRASHED, 20.0)
     [(slot, _)] = supervisor.orders(20.0).start
     assert supervisor.start_bound(slot) == 600.0, "the least"
     assert supervisor.start_bound(1) == 3600.0, "as it was when it started"
     supervisor.ready(1, 300.0)
-    supervisor.lost(1, Loss.CRASHED, 320.0, 0.0)
+    supervisor.lost(1, Loss.CRASHED, 320.0)
     [(slot, _)] = supervisor.orders(320.0).start
     assert supervisor.start_bound(slot) == 3000.0
 
 
 def test_nobody_is_ended_since_this_process_was_held_up() -> None:
-    supervisor = Supervisor(1, RestartPolicy(start_timeout=10.0))
+    supervisor = Supervisor(1, 10.0)
     supervisor.orders(0.0)
     assert supervisor.orders(16.0).kill == []
     assert supervisor.due == 21.0

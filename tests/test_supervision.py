@@ -11,16 +11,24 @@ import pytest
 from service_streamer.supervision.supervisor import (
     Fate,
     Loss,
-    RestartPolicy,
     Supervisor,
+    backoff,
 )
 
 
 class Walk:
     """A supervisor whose orders are carried out at once; workers are ready when told so."""
 
-    def __init__(self, worker_num: int = 1, *, ready: bool = True, **policy: Any) -> None:
-        self.supervisor = Supervisor(worker_num, RestartPolicy(**policy))
+    def __init__(
+        self,
+        worker_num: int = 1,
+        *,
+        ready: bool = True,
+        max_restarts: int = 10,
+        start_timeout: float | None = None,
+    ) -> None:
+        self.supervisor = Supervisor(worker_num, start_timeout)
+        self.supervisor.max_restarts, self.supervisor.jitter = max_restarts, lambda: 0.0
         self.now = 0.0
         self.places: dict[int, int] = {}
         self.log: list[str] = []
@@ -62,7 +70,7 @@ class Walk:
     def lose(self, slot: int, loss: Loss = Loss.CRASHED, **more: Any) -> bool:
         """Whether that was not wanted."""
         del self.places[slot]
-        fate = self.do("lost", slot, loss, self.now, 0.0, **more)
+        fate = self.do("lost", slot, loss, self.now, **more)
         return fate is not Fate.EXPECTED
 
     def pass_time(self) -> None:
@@ -112,7 +120,7 @@ def test_successors_that_are_condemned_one_after_the_other_have_pauses() -> None
     walk = Walk()
     pauses = []
     for slot in range(5):
-        walk.do("condemn", slot, walk.now, 0.0)
+        walk.do("condemn", slot, walk.now)
         walk.retires(slot)
         ended_at = walk.now
         if slot + 1 not in walk.places:
@@ -125,18 +133,16 @@ def test_successors_that_are_condemned_one_after_the_other_have_pauses() -> None
 
 @pytest.mark.parametrize(("jitter", "pause"), [(0.0, 0.8), (0.5, 0.6), (1.0, 0.4)])
 def test_jitter_shortens_pauses(jitter: float, pause: float) -> None:
-    assert RestartPolicy().delay(4, jitter) == pytest.approx(pause)
+    assert backoff(3, 0.1, 5.0, jitter) == pytest.approx(pause)
 
 
 @pytest.mark.parametrize("how", ["progress", "life"])
 def test_progress_or_a_long_life_ends_the_row(how: str) -> None:
     walk = Walk(max_restarts=2)
     for slot in range(50):
-        if how == "progress":
-            walk.supervisor.progressed.add(slot)
-        else:
+        if how == "life":
             walk.now += 60.0
-        walk.lose(slot)
+        walk.lose(slot, ends_row=how == "progress")
         assert walk.places == {slot + 1: 0}, "started at once"
         walk.ready(slot + 1)
     assert walk.supervisor.restarts_at.total() == 50
@@ -158,9 +164,8 @@ def test_one_that_dies_while_loading_is_tried_three_times() -> None:
 
 def test_a_condemned_worker_ends_before_the_next_one_starts() -> None:
     walk = Walk(2)
-    walk.supervisor.progressed.add(1)
-    assert walk.do("condemn", 1, walk.now, 0.0)
-    assert not walk.do("condemn", 1, walk.now, 0.0)
+    assert walk.do("condemn", 1, walk.now, ends_row=True)
+    assert not walk.do("condemn", 1, walk.now)
     assert walk.told() == ["retire 1"]
     walk.retires(1)
     assert walk.told() == ["start 2 at 1"]
@@ -321,10 +326,10 @@ def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
         case "renewed":
             walk.do("renew", overlap=False)
         case "condemned":
-            walk.do("condemn", 0, walk.now, 0.0)
+            walk.do("condemn", 0, walk.now)
         case "condemned while it retires":
             walk.do("want", 1)
-            assert not walk.do("condemn", 1, walk.now, 0.0)
+            assert not walk.do("condemn", 1, walk.now)
         case "winding down":
             walk.do("want", 1)
             walk.do("wind_down")
@@ -379,6 +384,6 @@ def test_one_that_is_ended_since_it_is_slow_takes_no_batches() -> None:
 def test_pauses_begin_anew_when_it_is_known_who_was_at_fault() -> None:
     walk = Walk()
     for slot in range(20):
-        walk.lose(slot, was_busy=True, is_explained=True)
+        walk.lose(slot, was_busy=True, ends_row=True)
         assert walk.places == {slot + 1: 0}, "started at once"
         walk.ready(slot + 1)

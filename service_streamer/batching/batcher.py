@@ -19,14 +19,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..observe.metrics import StepLog
 from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound
 from .batch_scheduler import BatchScheduler
 from .call_ledger import CallLedger
 from .call_queue import LARGE, CallQueue, Decision
-from .isolation import Raised, Search
 from .learning import ArrivalForecast
 from .length_queue import LengthQueue
 from .scheduler import Scheduler, StepScheduler
@@ -40,16 +38,12 @@ class Actions(NamedTuple):
         batches: to send.
         calls: to answer; they are over.
         hung: slots whose batch has taken too long: end their workers, or say so.
-        vacant: retiring slots that have nothing left to do: let their workers end.
-        searches: for the items at fault that have come to an end, for the log.
         condemned: slots whose workers fail everything while others do not: replace them.
     """
 
     batches: Sequence[BatchRecord] = ()
     calls: Sequence[Call] = ()
     hung: Sequence[int] = ()
-    vacant: Sequence[int] = ()
-    searches: Sequence[Search | Raised] = ()
     condemned: Sequence[int] = ()
 
 
@@ -220,21 +214,18 @@ class Batcher(CallLedger):
 
     def begin_steps(self, places: int, *, resumes: bool = False) -> None:
         """The first worker is about to be ready, and its model is one of steps."""
-        log = StepLog(places)
-        self._new_scheduler = lambda: StepScheduler(self, places, log, resumes=resumes)
+        self._new_scheduler = lambda: StepScheduler(self, places, resumes=resumes)
         self.scheduler = self._new_scheduler()
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
-        is_vacant = self.slots.close(slot)
+        self.slots.close(slot)
         # If it was the last one that took batches, those that are held back have to go on.
-        return self._cut(now, [slot] if is_vacant else ())
+        return self._cut(now)
 
     def worker_kept(self, slot: int, now: float) -> Actions:
         """A worker that was retiring, and is not lost, is to go on after all."""
         self.slots.reopen(slot)
-        if slot not in self.health.held_back:
-            self.slots.release(slot)  # it was to be replaced
         return self._cut(now)
 
     def answered_alone(self, report: BatchReport) -> Call | None:
@@ -254,11 +245,9 @@ class Batcher(CallLedger):
 
         The calls of items that failed fail; others are not affected.
         """
-        has_failed = report.has_failed
-        batch, vacant = self.slots.take_back(
-            report.slot, report.batch_id, now, is_done=not has_failed
-        )
-        batch.report, batch.back_at, batch.has_failed = report, now, has_failed
+        is_done = not report.has_failed
+        batch = self.slots.take_back(report.slot, report.batch_id, now, is_done=is_done)
+        batch.report, batch.back_at = report, now
         self._may_refuse = True
         scheduler = self.scheduler
         scheduler.came_back(batch)
@@ -269,7 +258,7 @@ class Batcher(CallLedger):
                 self.slots.stages_took(report.stages)
             # What is about to come back is known before it is decided what to cut.
             scheduler.answered(batch, self.batch_done(batch))
-        actions = self._cut(now, vacant)
+        actions = self._cut(now)
         if self.on_back is None:
             batch.release()
         else:
@@ -307,7 +296,7 @@ class Batcher(CallLedger):
         if self.has_steps and self.on_back is not None:
             for batch in lost:  # perhaps after hours, so the recorder learns of its end
                 batch.report = BatchReport(batch.id, failure=failure, slot=slot)
-                batch.back_at, batch.has_failed = now, True
+                batch.back_at = now
                 scheduler.note(batch)
                 self.on_back(batch)
         return self._cut(now)
@@ -335,7 +324,7 @@ class Batcher(CallLedger):
 
     # -- what is cut
 
-    def _cut(self, now: float, vacant: Sequence[int] = (), hung: Sequence[int] = ()) -> Actions:
+    def _cut(self, now: float, hung: Sequence[int] = ()) -> Actions:
         """Cut every batch that should go out now, and set the deadline of what should wait instead.
 
         What else is to be done goes with it.
@@ -343,7 +332,7 @@ class Batcher(CallLedger):
         queue, retries, scheduler = self.queue, self.retries, self.scheduler
         idle, without_ahead = self.slots.idle, self.slots.without_ahead
         batches: list[BatchRecord] = []
-        condemned = self.judge_workers(now) if self.health.held_back else ()
+        condemned = self.judge_workers(now) if self.slots.held_back else ()
         wait_until, self._enough = math.inf, 0
         while True:
             if retries.waiting:
@@ -368,15 +357,14 @@ class Batcher(CallLedger):
                     break
         self._set_deadline(wait_until)
         calls = self.take_ended() if self.ended else ()
-        searches = retries.take_ended() if retries.searches or retries.raised else ()
-        if not (batches or calls or vacant or searches or hung or condemned):
+        if not (batches or calls or hung or condemned):
             return NOTHING
-        return Actions(batches, calls, hung, vacant, searches, condemned)
+        return Actions(batches, calls, hung, condemned)
 
     def _set_deadline(self, wait_until: float) -> None:
         """Set ``deadline``: of what waits the one that is given, or an earlier one."""
         deadline = min(wait_until, self.slots.next_look, self.deadlines.next)
-        if self.health.held_back:
+        if self.slots.held_back:
             deadline = min(deadline, self.health.due)
         self.deadline = deadline
 
@@ -385,7 +373,6 @@ class Batcher(CallLedger):
         batch = self.queue.take(decision, now, self.expire)
         if batch is None:
             return ()
-        batch.is_full = self.queue.items > 0
         if self.retries.waiting:
             self.retries.is_turn_of_new = False
         return self._give(batch, slot, now)

@@ -27,8 +27,17 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..observe.metrics import RECENT, BatchMetrics
-from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
+from ..observe.metrics import FIRST_OUTPUTS, RECENT, BatchMetrics
+from ..observe.record import (
+    NO_OUTPUT,
+    NO_OUTPUTS,
+    BatchRecord,
+    BatchReport,
+    Call,
+    CallState,
+    Span,
+    StepReport,
+)
 from ..supervision.health import Health
 from .call_queue import CallQueue
 from .isolation import MOST_DEVICE_FAILURES, MOST_OUTAGES, Raised, Retries
@@ -54,6 +63,9 @@ class Figures:
         self.batch_duration = math.inf
         self.metrics = BatchMetrics()
         self.recent: deque[BatchRecord] = deque(maxlen=RECENT)  # that came back, the oldest first
+        #: Of a model of steps the same, and how long its last streams took to their first output.
+        self.steps: deque[StepReport] = deque(maxlen=RECENT)
+        self.first_outputs: deque[float] = deque(maxlen=FIRST_OUTPUTS)
 
     def took(self, duration: float, batches: int) -> None:
         """The model took so long for a batch; of about so many batches the mean is known."""
@@ -143,7 +155,7 @@ class CallLedger:
         It has not failed as a whole. The calls of items that have fail.
         """
         report, figures = batch.report, self.figures
-        if batch.has_failed:
+        if report.failures and report.has_failed:
             self.suspect_worker(batch, next(iter(report.failures.values())))
         else:
             self.health.computed(batch.slot)
@@ -275,18 +287,18 @@ class CallLedger:
         health = self.health
         health.failed(batch.slot, batch.back_at)
         if health.is_suspect(batch.slot) and self.slots[batch.slot].takes:
-            health.held_back.append(batch.slot)
             self.slots.hold_back(batch.slot)
 
-    def judge_workers(self, now: float) -> list[int]:
-        """Let some of the workers go on that are held back; the slots of those to be replaced."""
-        if self.slots.taking:
-            released, condemned = self.health.judge(now)
-        else:
-            released, condemned = self.health.release(), []
-        for slot in released:
-            self.slots.release(slot)
-        return condemned
+    def judge_workers(self, now: float) -> Sequence[int]:
+        """Let some of the workers go on that are held back; the slots of those to be replaced.
+
+        All go on if no other one takes batches.
+        """
+        is_alone = not self.slots.taking
+        for slot in self.slots.held_back:
+            if is_alone or not self.health.is_suspect(slot):
+                self.slots.release(slot)
+        return self.health.judge(self.slots.held_back, now)
 
     def run_lost_again(
         self,
@@ -351,13 +363,10 @@ class CallLedger:
 
     def end_all(
         self, calls: Sequence[Call], failure: Any, now: float, returned: Sequence[BatchReport] = ()
-    ) -> list[int]:
+    ) -> None:
         """Fail all calls that are not over, when the state is in doubt, and ``rebuild`` it.
 
         Workers do not hold any more what they have ``returned``, applied or not.
-
-        Returns:
-            Retiring slots that have nothing left to do.
         """
         for call in calls:
             if call.state is CallState.WAITING:
@@ -366,9 +375,8 @@ class CallLedger:
                 call.state = CallState.RUNNING
             self.fail(call, failure)
         self.retries.waiting = []
-        vacant = self.slots.let_go((report.slot, report.batch_id) for report in returned)
+        self.slots.let_go((report.slot, report.batch_id) for report in returned)
         self.rebuild((), now)
-        return vacant
 
     def rebuild(self, calls: Sequence[Call], now: float) -> None:
         """Derive the rest from the batches that workers hold, and the calls that are not over.
@@ -377,7 +385,6 @@ class CallLedger:
             calls: in the order of their arrival. They wait in the queue, which is new.
         """
         self.ended, self.deadlines = [], Deadlines()
-        self.health.release()
         self.slots.recount(now)
         in_flight = self.slots.in_flight()
         self.retries.recount()

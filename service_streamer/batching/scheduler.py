@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from ..observe.metrics import StepLog
 from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Reason, StepReport
 from ..supervision.autoscaling import Load
 from .call_ledger import CallLedger
@@ -158,16 +157,14 @@ class StepScheduler(Scheduler):
     Args:
         places: how many items a worker steps at a time.
         resumes: whether a stream can go on with another worker where its outputs ended.
-        log: of the last steps.
     """
 
-    def __init__(self, ledger: CallLedger, places: int, log: StepLog, *, resumes: bool) -> None:
+    def __init__(self, ledger: CallLedger, places: int, *, resumes: bool) -> None:
         super().__init__(ledger)
         room = places + max(1, math.ceil(places * DECK_SHARE))
         ledger.slots.begin_steps(places, room, GRACE)
         self._places = places
         self.resumes = resumes
-        self.log = log
 
     def first_arrived(self, size: int, now: float) -> None:
         """A free place takes the next item, whatever may follow."""
@@ -182,12 +179,14 @@ class StepScheduler(Scheduler):
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         if report.is_sign_of_life:
             return super().stepped(report, now)
-        metrics, log = self._figures.metrics, self.log
+        figures, metrics = self._figures, self._figures.metrics
         held = self._slots.stepped(report.slot, now)
         metrics.stepped(report.size, report.duration)
-        log.add(report, self._queue.items, now)
+        outputs, report.outputs, report.done = report.outputs, {}, []  # they are not kept with it
+        report.at, report.pending = now, self._queue.items
+        figures.steps.append(report)
         parts: list[tuple[Call, Any]] = []
-        for batch_id, output in report.outputs.items():
+        for batch_id, output in outputs.items():
             batch = held.get(batch_id)
             if batch is None:
                 continue
@@ -197,7 +196,7 @@ class StepScheduler(Scheduler):
             pause = call.handed_out_at(now)
             if pause is None:
                 metrics.first_output.add(call.first_output)
-                log.first_outputs.append(call.first_output)
+                figures.first_outputs.append(call.first_output)
                 if call.handed_out is None and self.resumes:  # else it has begun elsewhere
                     call.handed_out = []
             else:

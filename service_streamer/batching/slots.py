@@ -69,6 +69,7 @@ class Slots:
         self.beside = 0.0
         self._slots: dict[int, Slot] = {}
         self.taking = 0  # how many workers take batches
+        self.held_back: Sequence[int] = ()  # those that would take some, were they not held back
         #: Those that hold nothing and take a batch. A dict as an ordered set: the one that has been
         #: idle for longest is first, so that work is spread evenly over the devices.
         self.idle: dict[int, None] = {}
@@ -98,6 +99,11 @@ class Slots:
     def _changed(self, number: int, slot: Slot) -> None:
         """The worker is new, or may take batches now, or not any more."""
         self.taking = sum(slot.takes for slot in self._slots.values())
+        self.held_back = [
+            number
+            for number, slot in self._slots.items()
+            if slot.is_held_back and not slot.is_closing
+        ]
         self._arrange(number, slot)
 
     def _arrange(self, number: int, slot: Slot) -> None:
@@ -130,14 +136,14 @@ class Slots:
         self.items -= sum(batch.size for batch in lost)
         return lost
 
-    def let_go(self, returned: Iterable[tuple[int, int]]) -> list[int]:
-        """Workers have answered these batches; the closing ones that hold none.
-
-        ``recount`` has to follow.
-        """
+    def let_go(self, returned: Iterable[tuple[int, int]]) -> None:
+        """Workers have answered these batches. ``recount`` has to follow."""
         for number, batch_id in returned:
             if number in self._slots:
                 self._slots[number].batches.pop(batch_id, None)
+
+    def vacant(self) -> list[int]:
+        """Those that are closing, and hold nothing any more."""
         return [
             number for number, slot in self._slots.items() if slot.is_closing and not slot.batches
         ]
@@ -150,23 +156,17 @@ class Slots:
     def numbers(self) -> list[int]:
         return [*self._slots]
 
-    @property
-    def busy(self) -> set[int]:
-        """The slots of workers that hold a batch."""
-        return {number for number, slot in self._slots.items() if slot.batches}
-
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
 
     def __getitem__(self, slot: int) -> Slot:
         return self._slots[slot]
 
-    def close(self, slot: int) -> bool:
-        """Let the worker take no more; whether it is vacant already."""
+    def close(self, slot: int) -> None:
+        """Let the worker take no more."""
         holder = self._slots[slot]
         holder.is_closing = True
         self._changed(slot, holder)
-        return not holder.batches
 
     def reopen(self, slot: int) -> None:
         """The worker is not to end after all, unless it is killed since it hung."""
@@ -264,8 +264,8 @@ class Slots:
 
     def take_back(
         self, slot: int, batch_id: int, now: float, *, is_done: bool = True
-    ) -> tuple[BatchRecord, Sequence[int]]:
-        """Remove a batch that a worker has finished; also the slot, if it is vacant by that.
+    ) -> BatchRecord:
+        """Remove a batch that a worker has finished.
 
         If it is not ``is_done``, it may have been short since it failed: nothing is learned of it.
         """
@@ -282,7 +282,7 @@ class Slots:
         if not holder.batches:
             holder.free_at = -math.inf
         self._arrange(slot, holder)
-        return batch, [slot] if holder.is_closing and not holder.batches else ()
+        return batch
 
     def _observe(self, holder: Slot, now: float) -> None:
         took = now - holder.busy_since

@@ -18,9 +18,7 @@ from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel, find_length
 from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions, WorkerOptions
-from ..supervision.autoscaling import Autoscaling
 from ..supervision.health import BatchBound
-from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.codec import Codec
 from ..workers.mending import Measure
 from ..workers.model_spec import ModelSpec, check_model, check_preprocess, describe
@@ -240,11 +238,10 @@ def assemble(
         expired_suspect=EXPIRED_SUSPECT,
         shared=not_blamed,
     )
-    policy = RestartPolicy(start_timeout=None if is_local else options.start_timeout)
     least, most = options.worker_range
     return Engine(
         transport,
-        Fleet(batcher, Supervisor(least, policy), Autoscaling(least, most)),
+        Fleet(batcher, least, most, None if is_local else options.start_timeout),
         max_pending=options.max_pending,
         hang=_why_hung(options, is_local=is_local),
         lengths=lengths,

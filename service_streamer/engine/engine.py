@@ -33,7 +33,14 @@ from ..errors import (
     TooLate,
     WorkerStartTimeout,
 )
-from ..observe.metrics import BatchMetrics, StreamerStats, Summary, WorkerStats, summarize
+from ..observe.metrics import (
+    BatchMetrics,
+    StreamerStats,
+    Summary,
+    WorkerStats,
+    summarize,
+    summarize_steps,
+)
 from ..observe.record import BatchRecord, Call
 from ..options.checks import Workers, worker_range
 from ..supervision.supervisor import Overlap
@@ -343,19 +350,16 @@ class Engine(Loop):
         """The recent batches and the state of the engine, for ``explain``."""
         with self._guarded():
             now, stats = self.clock(), self.stats()
-            figures, steps = self.batcher.figures, self.batcher.steps
-            recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
-            line = self.batcher.queue.cost.line
-            of_steps = None if steps is None else steps.log.summary(len(self.batcher.slots))
-        return summarize(
-            recent,
-            stats,
-            now,
-            restarted_at=restarted_at,
-            line=line,
-            has_lengths=self.lengths is not None,
-            steps=of_steps,
-        )
+            figures, slots = self.batcher.figures, self.batcher.slots
+            recent, restarted_at = [*figures.recent], [*self.fleet.supervisor.restarted_at]
+            known = {
+                "line": self.batcher.queue.cost.line,
+                "has_lengths": self.lengths is not None,
+                "steps": summarize_steps(
+                    figures.steps, figures.first_outputs, slots.places, len(slots)
+                ),
+            }
+        return summarize(recent, stats, now, restarted_at=restarted_at, **known)
 
     def workers(self) -> list[WorkerStats]:
         """Each worker, by number."""

@@ -15,10 +15,8 @@ does the same, with workers that only take time. Time comes in as ``now``.
 
 from __future__ import annotations
 
-import collections
 import enum
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +27,7 @@ from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchReport
 from ..reporting import counted
 from ..supervision.autoscaling import Autoscaling
+from ..supervision.health import Timeout
 from ..supervision.supervisor import Fate, Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerWaits
@@ -61,21 +60,17 @@ class Fleet:
     """The workers of an engine or a simulation, and their calls. Not thread-safe.
 
     Args:
-        scaling: None if the number of workers is no matter of the load.
-        jitter: random numbers from 0 to 1.
+        least: how many workers there are at first, and at least.
+        most: how many the load may need.
+        start_timeout: see ``Supervisor``.
     """
 
     def __init__(
-        self,
-        batcher: Batcher,
-        supervisor: Supervisor,
-        scaling: Autoscaling | None = None,
-        *,
-        jitter: Callable[[], float] = random.random,
+        self, batcher: Batcher, least: int, most: int, start_timeout: Timeout = None
     ) -> None:
         self.batcher = batcher
-        self.supervisor = supervisor
-        self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
+        self.supervisor = Supervisor(least, start_timeout)
+        self.scaling = Autoscaling(least, most)
         self.state = EngineState.STARTING
         self.refusal: Failure | None = None  # why new calls are refused; None accepts them
         #: To be logged by whoever reports what happened: level, text and its arguments.
@@ -85,10 +80,6 @@ class Fleet:
         self.failure: Failure | None = None  # the last one of a place that has failed
         self.roll_failure: Failure | None = None  # that ended the last rolling restart
         self.ceilings: dict[int, float] = {}  # by slot, see ``StreamerStats``
-        #: When workers were lost that were started again, the last ones.
-        self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
-        self._jitter = jitter
-        self._last_loss = ""
         self._last_error = ""  # its class
         self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
 
@@ -105,16 +96,22 @@ class Fleet:
         if isinstance(event, BatchReport):
             if event.ceiling or self.ceilings:
                 self._ceiling_changed(event.slot, event.ceiling)
-            if not event.has_failed:
-                self.supervisor.progressed.add(event.slot)
-            else:
-                failure = event.failure or next(iter(event.failures.values()))
-                if not failure.blames_input:
-                    self._last_error = failure.text[:100].partition(":")[0]
-            return self.batcher.batch_returned(event, now)
+            failure = event.failure
+            if event.failures and event.has_failed:
+                failure = next(iter(event.failures.values()))
+            if failure is not None and not failure.blames_input:
+                self._last_error = failure.text[:100].partition(":")[0]
+            actions = self.batcher.batch_returned(event, now)
+            holder, retries = self.batcher.slots[event.slot], self.batcher.retries
+            if holder.is_closing and not holder.batches:
+                self.supervisor.due = -math.inf  # it may end
+            if retries.searches or retries.raised:
+                self._note_searches()
+            return actions
         actions = NOTHING
         if isinstance(event, WorkerDied):
             actions = self._lost(event, now)
+            self._note_searches()
         elif isinstance(event, WorkerReady):
             actions = self._ready(event, now)
         else:
@@ -140,42 +137,39 @@ class Fleet:
 
     def _lost(self, event: WorkerDied, now: float) -> Actions:
         slot, failure, loss, batch_id, report, begun = event
-        supervisor, retries = self.supervisor, self.batcher.retries
+        supervisor, slots, retries = self.supervisor, self.batcher.slots, self.batcher.retries
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        self._dying.discard(slot)
-        actions, was_busy, retried = Actions(), False, retries.retried_items
-        if slot in self.batcher.slots:
-            was_busy = slot in self.batcher.slots.busy
+        actions, retried, was_busy, ends_row = NOTHING, retries.retried_items, False, False
+        if slot in slots:
+            was_busy, ends_row = bool(slots[slot].batches), slots[slot].done > 0
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
             )
         retried = retries.retried_items - retried
+        # A GPU that has failed for good explains deaths, too, and is no reason for haste.
+        if loss is not Loss.DEVICE_FAILED:
+            ends_row |= any(call.failure is failure for call in actions.calls)
         was_failing, aborted = supervisor.retry_at(place) is not None, supervisor.aborted
-        fate = supervisor.lost(
-            slot,
-            loss,
-            now,
-            self._jitter(),
-            was_busy=was_busy,
-            is_explained=any(call.failure is failure for call in actions.calls),
-        )
+        fate = supervisor.lost(slot, loss, now, was_busy=was_busy, ends_row=ends_row)
         if supervisor.aborted != aborted:
             self.roll_failure = failure
             if loss is Loss.NO_MEMORY and fate is Fate.ABORTED:
                 advice = f"{failure.message}; {_STOP_FIRST}"
                 self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
-        if fate is Fate.RESTARTED:
-            self.restarted_at.append(now)
+        is_news = fate is not Fate.EXPECTED or was_busy
         if fate is Fate.FAILED:
+            is_news = not was_failing
+            pause = (supervisor.retry_at(place) or 0.0) - now
+            self._note_failed(failure, pause, is_news=is_news)
             self.failure = failure
-            self._note_failed(
-                failure, (supervisor.retry_at(place) or 0.0) - now, is_news=not was_failing
-            )
-        elif fate is not Fate.EXPECTED or was_busy:
-            self._note_loss(failure, retried, fate)
+        elif is_news:
+            more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
+            self._note(_WARNING, "%s; it is %s%s", failure.message, fate.value, more)
         else:
             self._note(_INFO, "worker %d has ended", place)
+        if is_news and failure.remote_traceback is not None:
+            self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
         if report is not None:  # the log has it if nobody else
             self._note(_WARNING, "what its model raised:\n%s", report)
         if supervisor.is_broken:
@@ -201,14 +195,9 @@ class Fleet:
             rest: what the batcher wanted done, but for its batches and calls.
         """
         supervisor = self.supervisor
-        vacant: list[int] = []
         more: list[Actions] = []
-        for actions in rest:
-            for slot in actions.condemned:
-                self._condemn(slot, now)
-            for search in actions.searches:
-                self._note_search(search)
-            vacant += actions.vacant
+        for slot in [slot for actions in rest for slot in actions.condemned]:
+            self._condemn(slot, now)
         orders = supervisor.orders(now)
         for slot in orders.keep:
             self._note(
@@ -216,11 +205,9 @@ class Fleet:
             )
             more.append(self.batcher.worker_kept(slot, now))
         for slot in orders.retire:
-            actions = self.batcher.worker_retiring(slot, now)
-            vacant += actions.vacant
-            more.append(actions._replace(vacant=()))  # others go on in its place
+            more.append(self.batcher.worker_retiring(slot, now))  # others go on in its place
         self._workers_changed()
-        orders.stop.extend(filter(supervisor.vacant, vacant))
+        orders.stop.extend(filter(supervisor.vacant, self.batcher.slots.vacant()))
         return orders, more
 
     def scale_by_load(self, now: float) -> None:
@@ -250,8 +237,9 @@ class Fleet:
 
     def _condemn(self, slot: int, now: float) -> None:
         """Have a worker replaced that fails everything while others do not."""
-        if self.supervisor.condemn(slot, now, self._jitter()):
-            self.restarted_at.append(now)
+        slots = self.batcher.slots
+        has_computed = slot in slots and slots[slot].done > 0
+        if self.supervisor.condemn(slot, now, ends_row=has_computed):
             self._note(
                 _WARNING,
                 "worker %d is replaced: it failed batch after batch, and most of the others "
@@ -300,14 +288,12 @@ class Fleet:
     def _note(self, level: int, text: str, *arguments: object) -> None:
         self.notes.append((level, text, arguments))
 
-    def _note_loss(self, failure: Failure, retried: int, fate: Fate) -> None:
-        more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
-        self._note(_WARNING, "%s; it is %s%s", failure.message, fate.value, more)
-        if failure.remote_traceback is not None:
-            self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
+    def _note_searches(self) -> None:
+        """What the searches for faulty items cost that have come to an end."""
+        for search in self.batcher.retries.take_ended():
+            self._note_search(search)
 
     def _note_search(self, search: Search | Raised) -> None:
-        """What the search for the faulty item cost."""
         failure = search.failure
         if isinstance(search, Search):
             self._note(
@@ -345,19 +331,17 @@ class Fleet:
         elif not is_news:
             text = "%s; it is tried again in %.1f s"
             self._note(_WARNING, text, failure.message, pause)
-        elif failure.message != self._last_loss:  # often all workers fail for the one same reason
+        elif self.failure is None or failure.message != self.failure.message:
+            # Often all workers fail for the one same reason.
             text = "%s; it is tried again in %.1f s, and then at least once a minute"
             self._note(_ERROR, text, failure.message, pause)
-        self._last_loss = failure.message
-        if is_news and failure.remote_traceback is not None:
-            self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
     def _states(self) -> Iterator[tuple[int, str]]:
         """Place and state of each worker, and of each place that waits for one or has failed."""
-        busy = self.batcher.slots.busy
+        slots = self.batcher.slots
         for place, slot, state in self.supervisor.workers():
-            if state is WorkerState.READY:
-                yield place, "busy" if slot in busy else "idle"
+            if slot is not None and state is WorkerState.READY:
+                yield place, "busy" if slot in slots and slots[slot].batches else "idle"
             else:
                 yield place, state.value
 
@@ -374,6 +358,7 @@ class Fleet:
 
     def stats(self, now: float) -> StreamerStats:
         batcher, supervisor = self.batcher, self.supervisor
+        figures, slots, retries = batcher.figures, batcher.slots, batcher.retries
         workers = dict.fromkeys(_STATES, 0)
         if self.state is not EngineState.CLOSED:
             for _, state in self._states():
@@ -390,18 +375,18 @@ class Fleet:
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
-            in_flight=batcher.slots.items,
-            batches_in_flight=len(batcher.slots.in_flight()),
+            in_flight=slots.items,
+            batches_in_flight=len(slots.in_flight()),
             workers=workers,
             restarts=supervisor.restarts_at.total(),
-            accepted=batcher.figures.accepted_calls,
-            answered=batcher.figures.answered_calls,
-            failed=batcher.figures.failed_calls,
-            retries=batcher.retries.retried_items,
-            expired=batcher.figures.expired_calls,
-            cancelled=batcher.figures.cancelled_calls,
-            rejected=batcher.figures.rejected_calls,
-            isolated=batcher.retries.isolated_calls,
+            accepted=figures.accepted_calls,
+            answered=figures.answered_calls,
+            failed=figures.failed_calls,
+            retries=retries.retried_items,
+            expired=figures.expired_calls,
+            cancelled=figures.cancelled_calls,
+            rejected=figures.rejected_calls,
+            isolated=retries.isolated_calls,
             ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
             trouble=self._trouble(now),
             **scaled,

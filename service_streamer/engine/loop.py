@@ -223,8 +223,8 @@ class Loop:
             self.batcher.rebuild(unanswered, self.clock())
         else:
             returned = [event for event in events if isinstance(event, BatchReport)]
-            vacant = self.batcher.end_all(unanswered, failure, self.clock(), returned)
-            self.undone.append(Actions(vacant=vacant))
+            self.batcher.end_all(unanswered, failure, self.clock(), returned)
+            self.fleet.supervisor.due = -math.inf  # some workers may hold nothing now
         self._list_unsent()
         self.waits_until = math.inf
         ended: list[Call] = []

@@ -147,19 +147,16 @@ def _troubles(of: Summary, bounds: StreamerOptions) -> Iterator[Finding]:
         )
     for number, ceiling in of.now.ceilings.items():
         if isinstance(ceiling, float):  # in items times the longest of them
-            if bounds.max_batch_cost is None or ceiling < bounds.max_batch_cost:
-                yield Finding(
-                    "ceiling",
-                    f"Worker {number} ran out of device memory and computes at most a cost (items "
-                    f"times the longest) of {ceiling:g} at once.",
-                    f"Set max_batch_cost to {ceiling:g}, or give the model more memory.",
-                )
-        elif ceiling < bounds.batch_size:
+            option, bound = "max_batch_cost", bounds.max_batch_cost
+            most = f"a cost (items times the longest) of {ceiling:g} at once"
+        else:
+            option, bound = "batch_size", bounds.batch_size
+            most = f"{counted(ceiling, 'item')} at once, though batch_size is {bound}"
+        if bound is None or ceiling < bound:
             yield Finding(
                 "ceiling",
-                f"Worker {number} ran out of device memory and computes at most "
-                f"{counted(ceiling, 'item')} at once, though batch_size is {bounds.batch_size}.",
-                f"Set batch_size to {ceiling}, or give the model more memory.",
+                f"Worker {number} ran out of device memory and computes at most {most}.",
+                f"Set {option} to {ceiling:g}, or give the model more memory.",
             )
     if of.share(Reason.AGAIN) >= _LITTLE:
         yield Finding(
@@ -185,20 +182,19 @@ def _scaling(of: Summary) -> Iterator[Finding]:
     elif ready < now.wanted:
         needs += f" Only {ready} of them {_plural(ready, 'is', 'are')} ready."
     wait, target = now.wait or 0.0, now.target_wait or 0.0
-    if wait <= target:
-        yield Finding("scaling", needs)
-        return
-    why = f"A new item waits {_time(wait)} for a worker, and the target is {_time(target)}."
-    if ready < now.wanted:
-        yield Finding("scaling", f"{needs} {why}")
-    elif now.wanted < most:
-        yield Finding("scaling", f"{needs} {why} If that lasts, more workers are started.")
-    else:
-        yield Finding(
-            "scaled out",
-            f"All {counted(most, 'worker')} that are allowed are ready. {why}",
-            "Raise the most of worker_num, or make the model faster.",
-        )
+    if wait > target:
+        why = f" A new item waits {_time(wait)} for a worker, and the target is {_time(target)}."
+        if ready >= now.wanted == most:
+            yield Finding(
+                "scaled out",
+                f"All {counted(most, 'worker')} that are allowed are ready.{why}",
+                "Raise the most of worker_num, or make the model faster.",
+            )
+            return
+        needs += why
+        if ready >= now.wanted:
+            needs += " If that lasts, more workers are started."
+    yield Finding("scaling", needs)
 
 
 # -- throughput
@@ -341,26 +337,22 @@ def _stages(stages: tuple[float, ...], is_local: bool) -> Iterator[Finding]:
     before, forward, after = stages
     if max(before, after) <= forward:
         return
-    where = f"preprocess {_time(before)}, forward {_time(forward)}, postprocess {_time(after)}"
-    if before >= after:
+    if before < after:
+        name = "postprocess"
         advice = (
-            "Make preprocess faster, or use a Streamer, whose preprocess_workers share it."
-            if is_local
-            else "Make preprocess faster, or raise preprocess_workers."
-        )
-        yield Finding(
-            "preprocess",
-            f"Preprocessing limits throughput: a batch takes {where} (with its way there and "
-            "back).",
-            advice,
+            "Do more of it in forward on the device, return less for each item, or add workers."
         )
     else:
-        yield Finding(
-            "postprocess",
-            f"Postprocessing limits throughput: a batch takes {where} (with its way there and "
-            "back).",
-            "Do more of it in forward on the device, return less for each item, or add workers.",
-        )
+        name = "preprocess"
+        advice = "Make preprocess faster, or raise preprocess_workers."
+        if is_local:
+            advice = "Make preprocess faster, or use a Streamer, whose preprocess_workers share it."
+    yield Finding(
+        name,
+        f"{name.capitalize()}ing limits throughput: a batch takes preprocess {_time(before)}, "
+        f"forward {_time(forward)}, postprocess {_time(after)} (with its way there and back).",
+        advice,
+    )
 
 
 # -- models of steps

@@ -14,13 +14,14 @@ the last minute. If none came back in the last minute, they are the last 256 whe
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from .record import BatchRecord, Call, Reason, StepReport
+from .record import BatchRecord, Reason, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +278,11 @@ class BatchMetrics:
 
     def was_cut(self, batch: BatchRecord) -> None:
         """Count how long the items of a batch had waited; once for each batch of new items."""
-        cut_at, spans = batch.cut_at, batch.spans
+        cut_at = batch.cut_at
         if batch.calls == 1:
-            self.queued.add(cut_at - spans[0][0].arrived_at)
+            self.queued.add(cut_at - batch.spans[0][0].arrived_at)
         else:
-            calls: Iterable[Call] = [call for call, _, _ in spans]
-            if len(spans) > batch.calls:
-                calls = dict.fromkeys(calls)
-            self.queued.add_all([cut_at - call.arrived_at for call in calls])
+            self.queued.add_all([cut_at - call.arrived_at for call in batch.each_call()])
 
     def copy(self) -> Self:
         """As they are now."""
@@ -307,7 +305,7 @@ class BatchMetrics:
 RECENT = 256
 
 #: How many times until a first output are kept.
-_FIRST_OUTPUTS = 64
+FIRST_OUTPUTS = 64
 
 #: For how long batches count as recent, seconds.
 _HORIZON = 60.0
@@ -390,13 +388,13 @@ def summarize(
     now: float,
     *,
     restarted_at: Sequence[float] = (),
-    line: tuple[float, float] | None = None,
-    has_lengths: bool = False,
-    steps: StepSummary | None = None,
+    **known: Any,
 ) -> Summary:
     """Sum up the batches, in the order in which they came back, and the state at ``now``.
 
-    Fewer batches than ``RECENT`` are all that there ever were.
+    Args:
+        recent: fewer than ``RECENT`` are all that there ever were.
+        known: fields of the summary that do not follow from batches.
     """
     first = next((i for i, one in enumerate(recent) if one.back_at >= now - _HORIZON), 0)
     if len(recent) >= RECENT:
@@ -409,8 +407,9 @@ def summarize(
     }
     since = min(batches[0].cut_at, now - _HORIZON) if batches else now - _HORIZON
     counts["restarts"] = sum(at >= since for at in restarted_at)
+    summary = Summary(now=stats, reasons={}, **counts, **known)
     if not batches:
-        return Summary(now=stats, has_lengths=has_lengths, steps=steps, reasons={}, **counts)
+        return summary
     ends: dict[int, float] = {one.slot: one.back_at for one in recent[:first]}
     parts = sum(one.calls for one in batches)
     behind = moved = computed = 0.0
@@ -423,18 +422,15 @@ def summarize(
         computed += one.calls * inference
     queued = batches[-1].queued - (before.queued if before else 0.0)
     seconds = max(one.back_at for one in batches) - min(one.cut_at for one in batches)
-    ready = stats.workers.get("idle", 0) + stats.workers.get("busy", 0)
-    workers = max(1, ready or len({one.slot for one in batches}))
+    workers = summary.ready or len({one.slot for one in batches})
     spent = sum(one.report.pace for one in batches)
     items = sum(one.size for one in batches)
     reports = [one.report for one in batches]
     paddings = [(one.padding, one.duration) for one in reports if one.padding is not None]
     weight = sum(duration for _, duration in paddings)
     stages = [one.stages for one in reports if one.stages is not None]
-    return Summary(
-        now=stats,
-        has_lengths=has_lengths,
-        steps=steps,
+    return dataclasses.replace(
+        summary,
         batches=len(batches),
         items=items,
         parts=parts,
@@ -454,9 +450,7 @@ def summarize(
         pending=_pending(batches),
         pending_before=_pending(batches[: len(batches) // 4 + 1]),
         pending_after=_pending(batches[-(len(batches) // 4 + 1) :]),
-        line=line,
         cost=sum(one.cost for one in batches) / items,
-        **counts,
     )
 
 
@@ -464,51 +458,27 @@ def _pending(batches: Sequence[BatchRecord]) -> float:
     return sum(one.pending for one in batches) / len(batches)
 
 
-class Step(NamedTuple):
-    """One step of one worker: what ``explain`` needs of its ``StepReport``."""
-
-    at: float  # when it was reported, by the engine's clock
-    size: int
-    duration: float
-    starting: float
-    evicted: int
-    pending: int  # items that waited for a worker
-
-
-class StepLog:
-    """The last steps, the oldest first. Not thread-safe."""
-
-    def __init__(self, places: int) -> None:
-        self._places = places
-        self._steps: deque[Step] = deque(maxlen=RECENT)
-        #: Of the last streams, seconds from the call to the first output.
-        self.first_outputs: deque[float] = deque(maxlen=_FIRST_OUTPUTS)
-
-    def add(self, report: StepReport, pending: int, now: float) -> None:
-        self._steps.append(
-            Step(now, report.size, report.duration, report.starting, report.evicted, pending)
-        )
-
-    def summary(self, workers: int) -> StepSummary | None:
-        """Sum up, with the number of workers that are ready; None if there were no steps."""
-        steps = self._steps
-        stepped = [step for step in steps if step.size]
-        if not stepped:
-            return None
-        begin = min(step.at - step.duration - step.starting for step in steps)
-        seconds = max(steps[-1].at - begin, 1e-9) * max(1, workers)
-        ordered = sorted(self.first_outputs)
-        return StepSummary(
-            places=self._places,
-            steps=len(stepped),
-            size=sum(step.size for step in stepped) / len(stepped),
-            duration=sum(step.duration for step in stepped) / len(stepped),
-            starting=min(1.0, sum(step.starting for step in steps) / seconds),
-            stepping=min(1.0, sum(step.duration for step in steps) / seconds),
-            pending=sum(step.pending for step in steps) / len(steps),
-            evicted=sum(step.evicted for step in steps),
-            first_output=ordered[len(ordered) // 2] if ordered else None,
-        )
+def summarize_steps(
+    steps: Sequence[StepReport], first_outputs: Iterable[float], places: int, workers: int
+) -> StepSummary | None:
+    """Sum up steps, with the number of workers that are ready; None if there were none."""
+    stepped = [step for step in steps if step.size]
+    if not stepped:
+        return None
+    begin = min(step.at - step.duration - step.starting for step in steps)
+    seconds = max(steps[-1].at - begin, 1e-9) * max(1, workers)
+    ordered = sorted(first_outputs)
+    return StepSummary(
+        places=places,
+        steps=len(stepped),
+        size=sum(step.size for step in stepped) / len(stepped),
+        duration=sum(step.duration for step in stepped) / len(stepped),
+        starting=min(1.0, sum(step.starting for step in steps) / seconds),
+        stepping=min(1.0, sum(step.duration for step in steps) / seconds),
+        pending=sum(step.pending for step in steps) / len(steps),
+        evicted=sum(step.evicted for step in steps),
+        first_output=ordered[len(ordered) // 2] if ordered else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,8 +119,8 @@ class CallState(enum.Enum):
     OVER = enum.auto()
 
 
-#: A member of an enum is looked up in Python, and these are needed often for every call.
-_NEW, _OVER = CallState.NEW, CallState.OVER
+#: A member of an enum is looked up in Python, and every call asks for this one.
+_OVER = CallState.OVER
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -276,7 +276,7 @@ class BatchReport:
 
 @dataclass(slots=True)
 class StepReport:
-    """What a worker reports of one step of its model. All fields but ``slot`` travel.
+    """What a worker reports of one step of its model. All fields up to ``slot`` travel.
 
     Of a model of steps a batch is one item: it has a place in its worker until it is over.
     """
@@ -287,15 +287,14 @@ class StepReport:
     #: have the output None, since theirs have been sent.
     done: list[BatchReport] = field(default_factory=list)
     size: int = 0  # states that the model stepped; 0 if there was only something to report
-    cost: float = 0.0  # of all of them
     duration: float = 0.0  # what ``step`` took, seconds
     started: int = 0  # items that began before it
     starting: float = 0.0  # what ``start`` took for these, seconds
-    waiting: int = 0  # items that the worker holds and has not begun
     evicted: int = 0  # states that were given up for lack of memory, and begin again
-    started_at: float = -math.inf  # when ``step`` began, by the worker's monotonic clock
     released: list[tuple[int, int]] | None = None  # as in ``BatchReport``
     slot: int = field(default=-1, kw_only=True)  # the worker's; set by the transport
+    at: float = field(default=0.0, init=False)  # when it came, by the engine's clock
+    pending: int = field(default=0, init=False)  # items that waited for a worker then
 
     def events(self) -> Sequence[StepReport | BatchReport]:
         """It, and then the reports of the batches that are over by it."""
@@ -328,12 +327,10 @@ class BatchRecord:
     cost: float = field(init=False)  # what the model pays for: its size times its longest item
     reason: Reason = field(default=Reason.AGAIN, init=False)  # why it has no more items
     calls: int = field(init=False)  # those that have items in it
-    is_full: bool = field(default=False, init=False)  # whether more items waited than it took
     arrived: int = field(default=0, init=False)  # items that had arrived when it was cut, in total
 
     report: BatchReport = field(init=False)  # of the worker
     back_at: float = field(init=False)
-    has_failed: bool = field(init=False)  # whether the model raised on it
     pending: int = field(init=False)  # items that waited for a worker when it came back
     queued: float = field(init=False)  # how long all calls had waited until then, seconds, in total
     answered: int = field(init=False)  # calls until then, in total; so are the next three
@@ -373,7 +370,8 @@ class BatchRecord:
 
     def each_call(self) -> list[Call]:
         """The calls that have items in it, until ``release``."""
-        return list(dict.fromkeys([call for call, _, _ in self.spans]))
+        calls = [call for call, _, _ in self.spans]
+        return calls if len(calls) == self.calls else list(dict.fromkeys(calls))
 
     def release(self) -> None:
         """Let go of items, results and failures: they are the callers', and the record is kept."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
-from ..observe.record import BatchReport, StepReport
+from ..observe.record import BatchReport
 from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure, decode
 from ..workers.transport import KnownWorker, WorkerDied, WorkerEvent
@@ -47,7 +47,7 @@ class KnownActor(KnownWorker):
         events = self.events(decode(message))
         self._clock.learn(sent, time.monotonic())
         for event in events:
-            if isinstance(event, (BatchReport, StepReport)):
+            if isinstance(event, BatchReport):
                 event.started_at = self._clock.local(event.started_at)
         return events
 

@@ -32,8 +32,7 @@ from ..observe.record import BatchRecord, BatchReport, Call, Reason
 from ..options.checks import Workers, worker_range
 from ..options.kinds import PATIENCE, Count, Number, Seconds, WorkerNumber
 from ..options.table import StreamerOptions
-from ..supervision.autoscaling import Autoscaling
-from ..supervision.supervisor import Loss, RestartPolicy, Supervisor
+from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied
 from .workload import (
@@ -43,6 +42,7 @@ from .workload import (
     CostModel,
     Load,
     LogNormal,
+    OpenLoad,
     Overheads,
     Phases,
     Poisson,
@@ -178,7 +178,14 @@ def simulate(
         batcher, bounds, start_duration, model, overheads or Overheads(), lengths, Random(seed),
         math.inf if requests is None else requests,
     )  # fmt: skip
-    run.run_load(phases, math.inf if seconds is None else seconds)
+    begins = 0.0
+    for until, part in phases:
+        run.add(begins, run.begin, part)
+        begins = until
+    ends = begins if seconds is None else min(begins, seconds)
+    if ends < math.inf:
+        run.add(ends, run.begin, None)
+    run.run()
     return run.report(warm_up)
 
 
@@ -232,11 +239,11 @@ class Simulation(ABC):
         self.batcher = batcher
         self.wanted = [(0.0, least)]  # when the number of workers changed, and to how many
         self.lives: dict[int, tuple[float, float]] = {}  # from when until when each was ready
-        supervisor, scaling = Supervisor(least, RestartPolicy()), Autoscaling(least, most)
-        self._fleet = Fleet(batcher, supervisor, scaling, jitter=lambda: 0.0)
+        self._fleet = Fleet(batcher, least, most)
         self._start_duration = start_duration
         self._events: list[_Event] = []
         self._numbers = itertools.count()
+        self._look_after_workers(-start_duration)
 
     @abstractmethod
     def do(self, actions: Actions, now: float) -> None:
@@ -247,15 +254,12 @@ class Simulation(ABC):
         heapq.heappush(self._events, (at, next(self._numbers), happen, about))
 
     def run(self, until: float = math.inf) -> None:
-        """Have the first workers, and let everything happen that is to happen before a time."""
-        batcher, scaling, events = self.batcher, self._fleet.scaling, self._events
-        orders, _ = self._fleet.look_after_workers((), -self._start_duration)
-        for slot, _ in orders.start:
-            self._ready(slot, 0.0)
+        """Let everything happen that is to happen before a time."""
+        batcher, fleet, events = self.batcher, self._fleet, self._events
         while True:
             happens_at = events[0][0] if events else math.inf
             # Nothing is done for the load when it is over.
-            due = min(batcher.deadline, scaling.due if events else math.inf)
+            due = min(batcher.deadline, fleet.scaling.due if events else math.inf)
             now = min(due, happens_at)
             if now >= until:
                 break
@@ -264,41 +268,32 @@ class Simulation(ABC):
                 happen(*about, now)
             elif batcher.deadline <= due:
                 self.do(batcher.time_passed(due), due)
-            self._look(now)
+            fleet.scale_by_load(now)
+            self._look_after_workers(now)
 
     def _ready(self, slot: int, now: float) -> None:
         """The worker has loaded its model."""
         if slot in self._fleet.supervisor:  # else it was ended meanwhile
             self.lives[slot] = now, math.inf
             self.do(self._fleet.apply(WorkerReady(slot), now), now)
-            self._look_after_workers((), now)  # one that stood in for it may have to end
-
-    def _look(self, now: float) -> None:
-        """Have more workers, or fewer, if the load says so."""
-        self._fleet.scale_by_load(now)
-        wanted = self._fleet.supervisor.wanted
-        if wanted != self.wanted[-1][1]:
-            self.wanted.append((now, wanted))
-            self._look_after_workers((), now)
 
     def return_batch(self, report: BatchReport, now: float) -> Actions:
         """A batch is back; what was done about it, with the calls that are over."""
-        actions = self.batcher.batch_returned(report, now)
-        if actions.vacant:
-            self._look_after_workers([actions], now)
+        actions = self._fleet.apply(report, now)
         self.do(actions, now)
         return actions
 
-    def _look_after_workers(self, rest: Sequence[Actions], now: float) -> None:
+    def _look_after_workers(self, now: float) -> None:
         """Start and end workers. None is killed, as starts have no bound here."""
         fleet = self._fleet
-        while rest or fleet.supervisor.due <= now:
-            orders, rest = fleet.look_after_workers(rest, now)
+        if fleet.supervisor.wanted != self.wanted[-1][1]:
+            self.wanted.append((now, fleet.supervisor.wanted))
+        while fleet.supervisor.due <= now:
+            orders, more = fleet.look_after_workers((), now)
             for slot, _ in orders.start:
                 self.add(now + self._start_duration, self._ready, slot)
-            for actions in rest:
+            for actions in more:
                 self.do(actions, now)
-            rest = ()
             for slot in orders.stop:
                 if slot in self.lives:
                     self.lives[slot] = self.lives[slot][0], now
@@ -317,6 +312,14 @@ class _Batch(NamedTuple):
     done: float
     size: int
     reason: Reason
+
+
+class _Phase(NamedTuple):
+    """A part of a load. Its calls that are still to come are dropped when the next one begins."""
+
+    begun: float
+    load: ClosedLoop | OpenLoad | None  # None when the load has ended
+    arrivals: Iterator[Arrival]  # those that follow, by the time since it began; none of a loop
 
 
 class _Run(Simulation):
@@ -339,63 +342,43 @@ class _Run(Simulation):
         self._lengths = lengths
         self._random = random
         self._free_at: dict[int, float] = {}  # when each worker has done what it was given
-        self._phase = 0
-        self._loop: ClosedLoop | None = None  # of this phase
+        self._phase: _Phase | None = None
         self._room = requests  # for calls that may still arrive
         self._ends_at = math.inf  # of the load
         self._pending = 0  # items, when the load ended
         self._calls: list[tuple[float, float]] = []  # those answered: arrival, and latency
         self._batches: list[_Batch] = []
 
-    def run_load(self, phases: Sequence[tuple[float, Any]], seconds: float) -> None:
-        """Let calls arrive until one of the bounds is reached, and all that arrived be answered."""
-        begins = 0.0
-        for until, load in phases:
-            self.add(begins, self._begin, load)
-            begins = until
-        if min(begins, seconds) < math.inf:
-            self.add(min(begins, seconds), self._begin, None)
-        self.run()
-        if self._ends_at == math.inf:  # a trace that ended by itself
-            self._ends_at = sum(self._calls[-1]) if self._calls else 0.0
-
-    def _begin(self, load: Any, now: float) -> None:
+    def begin(self, load: ClosedLoop | OpenLoad | None, now: float) -> None:
         """The next phase; None for the end of all."""
         if self._ends_at < math.inf:
             return
-        self._phase += 1
-        self._loop = None
+        arrivals = load.arrivals(self._random) if isinstance(load, OpenLoad) else iter(())
+        self._phase = phase = _Phase(now, load, arrivals)
+        self._next(phase)
         if load is None:
-            self._end(now)
+            self._ends_at = now
+            self._pending = self.batcher.pending_items
         elif isinstance(load, ClosedLoop):
-            self._loop = load
-            spread = self._overheads.per_caller
             for caller in range(load.callers):
-                think = self._random.expovariate(1 / load.think_time) if load.think_time else 0.0
-                self.add(now + caller * spread + think, self._call_again, self._phase)
-        else:
-            self._next(self._phase, now, load.arrivals(self._random))
+                called_at = now + caller * self._overheads.per_caller + self._draw(load.think_time)
+                self.add(called_at, self._arrive, phase, Arrival(0.0, load.items))
 
-    def _next(self, phase: int, begun: float, rest: Iterator[Arrival]) -> None:
-        arrival = next(rest, None)
+    def _draw(self, *means: float) -> float:
+        """The sum of exponential times."""
+        return sum(self._random.expovariate(1 / mean) for mean in means if mean)
+
+    def _next(self, phase: _Phase) -> None:
+        arrival = next(phase.arrivals, None)
         if arrival is not None:
-            self.add(begun + arrival.at, self._arrive, phase, begun, arrival, rest)
+            self.add(phase.begun + arrival.at, self._arrive, phase, arrival)
 
-    def _arrive(
-        self, phase: int, begun: float, arrival: Arrival, rest: Iterator[Arrival], now: float
-    ) -> None:
-        if phase == self._phase:
-            self._next(phase, begun, rest)
-            self._call(now, arrival, None)
-
-    def _call_again(self, phase: int, now: float) -> None:
-        """A caller of a closed loop calls, if its phase is not over."""
-        if phase == self._phase and self._loop is not None:
-            self._call(now, Arrival(now, self._loop.items), phase)
-
-    def _call(self, now: float, arrival: Arrival, caller: int | None) -> None:
-        """A call arrives; ``caller`` is the phase of the one who comes back, if it does."""
-        call = Call(_NOTHING * arrival.items, caller)
+    def _arrive(self, phase: _Phase, arrival: Arrival, now: float) -> None:
+        """A call arrives, if its phase is not over."""
+        if phase is not self._phase:
+            return
+        self._next(phase)
+        call = Call(_NOTHING * arrival.items, phase)
         call.options = arrival.options
         if arrival.lengths is not None:
             call.lengths = arrival.lengths
@@ -404,12 +387,7 @@ class _Run(Simulation):
         self.do(self.batcher.call_submitted(call, now), now)
         self._room -= 1
         if self._room <= 0:
-            self._phase += 1
-            self._end(now)
-
-    def _end(self, now: float) -> None:
-        self._ends_at = now
-        self._pending = self.batcher.pending_items
+            self.begin(None, now)
 
     def do(self, actions: Actions, now: float) -> None:
         transport = self._overheads.transport
@@ -425,22 +403,20 @@ class _Run(Simulation):
         outputs = [None] * batch.size
         report = BatchReport(batch.id, outputs, duration=duration, slot=batch.slot)
         actions = self.return_batch(report, now)
-        loop, phase, random = self._loop, self._phase, self._random
-        overheads = self._overheads
+        phase, overheads = self._phase, self._overheads
         comes_back = now + overheads.return_time
         for call in actions.calls:
             self._calls.append((call.arrived_at, now - call.arrived_at))
-            if loop is not None and call.reply == phase:
-                at = comes_back
-                for mean in (overheads.jitter, loop.think_time):
-                    if mean:
-                        at += random.expovariate(1 / mean)
-                self.add(at, self._call_again, phase)
+            if call.reply is phase and isinstance(phase.load, ClosedLoop):
+                at = comes_back + self._draw(overheads.jitter, phase.load.think_time)
+                self.add(at, self._arrive, phase, Arrival(0.0, phase.load.items))
             comes_back += overheads.per_caller
 
     def report(self, warm_up: float) -> Report:
         """What happened from the end of the warm-up to the end of the load."""
         ends_at = self._ends_at
+        if ends_at == math.inf:  # a trace that ended by itself
+            ends_at = sum(self._calls[-1]) if self._calls else 0.0
         since = warm_up * ends_at
         window = ends_at - since or math.nan
         calls = [each for each in self._calls if since <= each[0] <= ends_at]

@@ -34,7 +34,7 @@ UTILIZATION = 0.7
 #: By so much the load has to be below what fewer workers can do.
 MARGIN = 1.1
 
-#: "auto" allows a wait of so many full batches, and never less than so many seconds: nobody misses
+#: The target is a wait of so many full batches, and never less than so many seconds: nobody misses
 #: that, and a short hold-up of this process is no load.
 TARGET_BATCHES = 2.0
 LEAST_TARGET = 0.05
@@ -65,7 +65,8 @@ LEAST_DELAY = 60.0
 MOST_DELAY = 600.0
 MOST_FACTOR = 16.0
 
-#: In how many parts of that time the load is measured. The one with the most load counts.
+#: In how many parts of that time the load is measured. The last ones count of which there are so
+#: many, and of these the one with the most load.
 PARTS = 12
 
 #: A worker is late after so many times what the last one took to start: some take a bit longer.
@@ -94,22 +95,10 @@ class Load(NamedTuple):
     refused: int = 0  # items without room or time, and calls whose time ended, in total
 
 
-class _Point(NamedTuple):
-    """The load at a time while items wait, and how long workers have computed, seconds in total."""
-
-    at: float
-    load: Load
-    worked: float
-
-
 class Autoscaling:
     """Decides on a number of workers. Not thread-safe.
 
     Tell it the load with ``decide`` whenever ``is_due`` says so.
-
-    Args:
-        target: how long an item may wait for a worker, seconds; None for twice what a full batch
-            takes. Less than a full batch takes cannot be had, and counts as that.
 
     Attributes:
         is_fixed: whether the bounds are equal, so that there is nothing to decide.
@@ -117,14 +106,12 @@ class Autoscaling:
             when something waits.
         due: when to call ``decide`` at the latest; infinity while the load is nothing to look at.
         wait: how long a new item would have waited with the last decision, seconds.
-        target: as given, or as derived with the last decision; 0 before that.
+        target: how long an item may wait for a worker, seconds, by the last decision; 0 before it.
         share: what workers compute, measured while items wait, as a share of ``Load.speed``.
     """
 
-    def __init__(self, least: int, most: int, target: float | None = None) -> None:
-        self._given_target = target
-        self.target = target or 0.0
-        self.wait = 0.0
+    def __init__(self, least: int, most: int) -> None:
+        self.target = self.wait = 0.0
         self.wanted = least
         self._grown_at = -math.inf
         self._refused = 0  # with the last decision
@@ -140,15 +127,17 @@ class Autoscaling:
         self.share = 1.0
         self.least, self.most = least, most
         self.wanted = max(least, min(most, self.wanted))
-        self.is_fixed = least == most
         # Else there is nothing to do before items wait.
-        self.due = -math.inf if least < self.wanted and not self.is_fixed else math.inf
-        self.is_watching = self.is_fixed
-        self._points: deque[_Point] = deque()  # while items wait longer than the target
-        self._waits_since = math.inf
-        self._needs: deque[tuple[float, int]] = deque()  # when, and workers that were needed then
+        self.due = -math.inf if least < self.wanted else math.inf
+        self.is_fixed = self.is_watching = least == most
+        #: While items wait longer than the target: when, the load then, and how long workers have
+        #: computed, seconds in total.
+        self._points: deque[tuple[float, Load, float]] = deque()
+        self._look_for_fewer_anew()
+
+    def _look_for_fewer_anew(self) -> None:
+        self._needs: deque[int] = deque(maxlen=PARTS)  # workers that were needed in the last parts
         self._part: tuple[float, int] | None = None  # when the current part began, and ``arrived``
-        self._full_since = math.inf  # when it began to be looked for too many workers
 
     def is_due(self, waiting: int, now: float) -> bool:
         """Whether to call ``decide``: its time has come, or items begin to wait."""
@@ -158,12 +147,7 @@ class Autoscaling:
 
     def decide(self, load: Load, now: float) -> int:
         """How many workers there should be now; sets ``due``."""
-        if self.is_fixed:
-            return self.wanted
-        if self._given_target is None:
-            self.target = max(LEAST_TARGET, TARGET_BATCHES * load.turn)
-        else:
-            self.target = max(self._given_target, load.turn)
+        self.target = max(LEAST_TARGET, TARGET_BATCHES * load.turn)
         speed = self.share * load.speed
         self.wait = self.wait_of(load)
         patience = max(PATIENCE * self.target, PATIENCE_OF_START * load.start_duration)
@@ -199,17 +183,15 @@ class Autoscaling:
         points = self._points
         worked = 0.0
         if points:
-            last = points[-1]
-            worked = last.worked + last.load.ready * (now - last.at)
-        else:
-            self._waits_since = now
-        points.append(_Point(now, load, worked))
-        while len(points) > 2 and points[1].at <= now - 2 * patience:
+            looked_at, before, worked = points[-1]
+            worked += before.ready * (now - looked_at)
+        points.append((now, load, worked))
+        while len(points) > 2 and points[1][0] <= now - 2 * patience:
             points.popleft()
-        if now - self._waits_since < patience:
-            return
         began_at, first, worked_before = points[0]
         took, worked = now - began_at, worked - worked_before
+        if took < patience:
+            return
         served = load.served - first.served
         if load.batches - first.batches >= ENOUGH_BATCHES * load.ready:
             # No worker was idle, so what they computed is what they can.
@@ -219,24 +201,26 @@ class Autoscaling:
             speed = min(speed, (served + load.ready * load.full) / worked)
         arriving = (load.arrived - first.arrived) / took
         target = 0.0 if is_refusing else self.target
-        need = self._need(load, speed, arriving, target, now)
-        lacking = self._lacking(load, now)
-        served = self.wanted - lacking
+        # Workers that could not be started, or are late: there may be no room for them.
+        lacking = load.failed
+        if now >= self._grown_at + LATE * load.start_duration:
+            lacking = max(lacking, self.wanted - load.ready)
+        there = self.wanted - lacking
+        need = self._need(load, speed, arriving, target, there, now)
         if lacking:  # perhaps it is that one place only: one more is tried
-            need = min(need, served + 1) if lacking == 1 else 0
-        if need > served:
-            self._set(min(self.most, lacking + need), now, load)
+            need = min(need, there + 1) if lacking == 1 else 0
+        if need > there and self.wanted < self.most:
+            # They were missed, and so ended too soon; or not, and what was learned fades.
+            was_early = now - self._shrunk_at < self._delay(load)
+            self._factor = min(MOST_FACTOR, max(1.0, self._factor * (2 if was_early else 0.5)))
+            self.wanted, self._grown_at = min(self.most, lacking + need), now
+            self._look_for_fewer_anew()
 
-    def _lacking(self, load: Load, now: float) -> int:
-        """Workers that could not be started, or are late: there may be no room for them."""
-        if now < self._grown_at + LATE * load.start_duration:
-            return load.failed
-        return max(load.failed, self.wanted - load.ready)
-
-    def _need(self, load: Load, speed: float, arriving: float, target: float, now: float) -> int:
+    def _need(
+        self, load: Load, speed: float, arriving: float, target: float, served: int, now: float
+    ) -> int:
         """Workers for what arrives, and for what will wait when new ones are ready."""
         start = load.start_duration
-        served = self.wanted - self._lacking(load, now)
         coming = max(0, served - load.ready)
         left = max(0.0, self._grown_at + start - now)  # until those that start are there
         if coming and not left:
@@ -257,15 +241,10 @@ class Autoscaling:
 
     def _shrink(self, load: Load, speed: float, now: float) -> None:
         if self.wanted <= self.least:
-            self._part = None
-            self._needs.clear()
+            self._look_for_fewer_anew()
             return
-        if self._part is None:
-            self._part, self._full_since = (now, load.arrived), now
-            return
-        delay = self._delay(load)
-        began, arrived = self._part
-        if now < began + delay / PARTS:
+        began, arrived = self._part = self._part or (now, load.arrived)
+        if now < began + self._delay(load) / PARTS:
             return
         self._part = now, load.arrived
         self.share += (1.0 - self.share) / PARTS  # else an old measurement counts for ever
@@ -273,26 +252,15 @@ class Autoscaling:
         need = self.wanted if arriving else 0  # as long as nothing has come back
         if speed:
             need = math.ceil(arriving / (speed * UTILIZATION) - 1e-9)
-        self._needs.append((now, need))
         if load.waiting and not (load.ready and speed):
-            self._full_since = now  # nothing is computed, so that nobody knows what is needed
-        while self._needs[0][0] <= now - delay:
-            self._needs.popleft()
-        if now - max(self._full_since, self._grown_at) < delay or self.wait > self.target / 2:
+            self._needs.clear()  # nothing is computed, so that nobody knows what is needed
+            return
+        self._needs.append(need)
+        if len(self._needs) < PARTS or self.wait > self.target / 2:
             return
         # As full batches: a worker that ends computes what it has first. If each counted that has
         # a batch, eight callers who come back at once would keep eight workers, each with one item.
         computing = math.ceil(load.in_flight / load.full) if load.full else self.wanted
-        need = max(self.least, computing, *(need for _, need in self._needs))
+        need = max(self.least, computing, *self._needs)
         if need < self.wanted:
-            self._set(need, now, load)
-
-    def _set(self, wanted: int, now: float, load: Load) -> None:
-        if wanted > self.wanted:
-            # They were missed, and so ended too soon; or not, and what was learned fades.
-            was_early = now - self._shrunk_at < self._delay(load)
-            self._factor = min(MOST_FACTOR, max(1.0, self._factor * (2 if was_early else 0.5)))
-            self._grown_at = now
-        else:
-            self._shrunk_at = now
-        self.wanted = wanted
+            self.wanted, self._shrunk_at = need, now

@@ -20,6 +20,8 @@ How long a worker may be at one batch, before it is taken for hung, is given or 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 #: So many batches in a row say that a worker is at fault. Chosen by reasoning: where one batch in
@@ -41,56 +43,43 @@ class Health:
     """The rows of failures of workers, by their slots. Not thread-safe.
 
     Attributes:
-        held_back: the workers that take no batches until they are replaced, or released.
         row: batches in a row that have failed, of all workers.
-        rows: the same by worker; 0 if its last batch was computed.
         due: when another worker may be replaced, and so when to ``judge`` while one is held back.
     """
 
     def __init__(self) -> None:
-        self.held_back: list[int] = []
         self.row = 0
         self._failed_at = -math.inf
-        self.rows: dict[int, int] = {}
+        self._rows: Counter[int] = Counter()  # by worker; 0 if its last batch was computed
         self.due = -math.inf
 
     def computed(self, slot: int) -> None:
         """The worker has computed a batch."""
-        self.row = self.rows[slot] = 0
+        self.row = self._rows[slot] = 0
 
     def failed(self, slot: int, now: float) -> None:
         """The worker has failed a batch of which it is not known that its items are bad."""
         self.row += 1
         self._failed_at = now
-        self.rows[slot] = self.rows.get(slot, 0) + 1
+        self._rows[slot] += 1
 
     def is_suspect(self, slot: int) -> bool:
         """Whether the worker fails everything while most of the others do not."""
-        others = [row for each, row in self.rows.items() if each != slot]
-        return self.rows.get(slot, 0) >= ROW and 2 * others.count(0) > len(others)
+        others = [row for each, row in self._rows.items() if each != slot]
+        return self._rows[slot] >= ROW and 2 * others.count(0) > len(others)
 
-    def judge(self, now: float) -> tuple[list[int], list[int]]:
-        """The slots of workers that go on, and of those that are replaced: they were held back."""
-        released = [slot for slot in self.held_back if not self.is_suspect(slot)]
-        suspects = [slot for slot in self.held_back if slot not in released]
-        condemned = suspects[:1] if now >= self.due else []
-        if condemned:
-            self.due = now + INTERVAL
-        self.held_back = suspects[len(condemned) :]
-        return released, condemned
-
-    def release(self) -> list[int]:
-        """No other worker takes batches: the slots of those that were held back go on."""
-        released, self.held_back = self.held_back, []
-        return released
+    def judge(self, suspects: Sequence[int], now: float) -> Sequence[int]:
+        """The slots of workers that are replaced, of these that fail everything."""
+        if now < self.due or not suspects:
+            return ()
+        self.due = now + INTERVAL
+        return suspects[:1]
 
     def lost(self, slot: int, now: float, *, had_new_items: bool) -> None:
         """The worker has died."""
         if had_new_items:
             self.failed(slot, now)
-        self.rows.pop(slot, None)
-        if slot in self.held_back:
-            self.held_back.remove(slot)
+        self._rows.pop(slot, None)
 
     def is_failing(self, now: float) -> bool:
         """Whether no worker answers: the last batches of all of them have failed, a while ago."""

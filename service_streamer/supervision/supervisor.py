@@ -17,9 +17,9 @@
 
 A *place* is one of the wanted number of workers; it decides about the device. A *slot* is the name
 of one worker, never used again. The budget: a place whose workers are lost more than
-``RestartPolicy.max_restarts`` times in a row, while they start or have nothing to do, has failed.
-Computing a batch, or living for ``RestartPolicy.window`` seconds, ends the row. What a worker dies
-of while it computes does not count: else some bad requests would end the service for everybody.
+``max_restarts`` times in a row, while they start or have nothing to do, has failed. Computing a
+batch, or living for ``WINDOW`` seconds, ends the row. What a worker dies of while it computes does
+not count: else some bad requests would end the service for everybody.
 
 A renewal replaces every worker by a new one, one at a time. With overlap the new one is ready
 before the old one ends, which takes memory for both; without it the old one ends first. A renewal
@@ -34,15 +34,25 @@ import collections
 import enum
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
+
+from .health import Timeout
 
 #: Whether a renewal starts the new worker before the old one ends; "auto" does if both fit.
 Overlap = bool | Literal["auto"]
 
 #: From the one that takes the least memory.
 _OVERLAPS: list[Overlap] = [False, "auto", True]
+
+#: So long a life ends a row, seconds.
+WINDOW = 60.0
+
+#: Before the second restart of a row, and the longest such pause, seconds. The first is at once.
+BACKOFF, MAX_BACKOFF = 0.1, 5.0
+#: The same before a place is tried again that has failed.
+RETRY, MAX_RETRY = 1.0, 60.0
 
 #: How often a place is tried that never had a worker, if its processes die while they load. More
 #: than once, since several that load at the same time may run out of memory together.
@@ -83,27 +93,6 @@ def backoff(tries: int, first: float, longest: float, jitter: float) -> float:
     return min(longest, first * 2.0 ** min(tries, 60)) * (1.0 - jitter / 2)
 
 
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """When lost workers are started again. Times are in seconds."""
-
-    max_restarts: int = 10  # in a row, of one place, after deaths that no batch had a part in
-    window: float = 60.0  # so long a life ends a row
-    backoff: float = 0.1  # before the second restart of a row; the first is at once. It doubles
-    max_backoff: float = 5.0
-    retry: float = 1.0  # before a place that has failed is tried again. It doubles
-    max_retry: float = 60.0
-    start_timeout: float | Literal["auto"] | None = None  # "auto" is learned; None sets no bound
-
-    def delay(self, restarts: int, jitter: float) -> float:
-        """Seconds to wait after so many restarts in a row."""
-        return backoff(restarts - 1, self.backoff, self.max_backoff, jitter) if restarts else 0.0
-
-    def retry_delay(self, tries: int, jitter: float) -> float:
-        """Seconds until a place that has failed is tried again, after so many such tries."""
-        return backoff(tries, self.retry, self.max_retry, jitter)
-
-
 class WorkerState(enum.Enum):
     STARTING = "starting"
     READY = "ready"
@@ -138,17 +127,6 @@ class _Worker:
         self.ready_at = math.inf
 
 
-class _Exchange(enum.Enum):
-    """A renewal without overlap, as seen by one place. The next place has to wait until it ends.
-
-    On a cluster the new worker of one place may get the room that the old one of another has left.
-    """
-
-    NONE = "no worker is awaited here"
-    AWAITED = "its old worker was ended, or it may have got another's room: its new one loads"
-    REPLACED = "awaited, but another place's is ready since: it may wait for room without end"
-
-
 class _Place:
     def __init__(self) -> None:
         self.restarts = 0  # in a row
@@ -157,7 +135,9 @@ class _Place:
         self.restart_at = -math.inf  # at once
         self.has_failed = False
         self.was_served = False  # by a worker that was ready
-        self.exchange = _Exchange.NONE
+        #: How many workers had become ready, here or elsewhere, when the one here was ended for a
+        #: new one, which is not ready yet; None if none is awaited.
+        self.awaited_at: int | None = None
 
     def forgive(self) -> None:
         """The row has ended."""
@@ -169,18 +149,27 @@ class Supervisor:
 
     Call its methods for what happens, and do what ``orders`` says whenever ``due`` is reached.
 
+    Args:
+        start_timeout: how long a worker may take to be ready, seconds; "auto" is learned, None sets
+            no bound.
+
     Attributes:
+        max_restarts: of one place in a row, after deaths that no batch had a part in.
+        jitter: random numbers from 0 to 1.
         due: when to call ``orders``; minus infinity when something has changed.
         restarts_at: of lost workers, so far, by place.
+        restarted_at: when workers were lost that were started again, the last ones.
         aborted: the last generation whose replacement could not be started.
-        progressed: slots whose worker has computed a batch.
         start_duration: what the last worker that is ready took to be so, seconds.
         tries_once: whether places that have failed wait until a worker of another place is ready.
             For an owner that ends if none is: an unsuitable model would only be loaded again.
     """
 
-    def __init__(self, worker_num: int, policy: RestartPolicy) -> None:
-        self._policy = policy
+    max_restarts = 10
+
+    def __init__(self, worker_num: int, start_timeout: Timeout = None) -> None:
+        self._start_timeout = start_timeout
+        self.jitter: Callable[[], float] = random.random
         self._workers: dict[int, _Worker] = {}
         self._places = [_Place() for _ in range(worker_num)]
         self._slots = itertools.count()
@@ -188,12 +177,13 @@ class Supervisor:
         self._overlap: Overlap = "auto"  # of the renewals under way
         self.due = -math.inf
         self.restarts_at: collections.Counter[int] = collections.Counter()
+        self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
         self.aborted = -1
-        self.progressed: set[int] = set()
         self.start_duration = 0.0
         self.tries_once = False
         self._is_winding_down = False
         self._longest_start: float | None = None  # seconds that loading has taken
+        self._readied = 0  # how often a worker has become ready
 
     # -- what users want
 
@@ -263,13 +253,8 @@ class Supervisor:
         worker = self._workers[slot]
         if worker.state is WorkerState.STARTING:
             worker.is_waiting = not has_place
-            self._end_replaced()
-            place = self._place_of(worker)
             if not has_place:  # one that has it may have begun to load before the last renewal
                 worker.generation = self._generation
-            elif place is not None and self._is_short and place.exchange is _Exchange.NONE:
-                # Perhaps the room that was left for the successor of another one, which waits now.
-                place.exchange = _Exchange.AWAITED
             self.due = -math.inf
 
     def ready(self, slot: int, now: float) -> bool:
@@ -280,31 +265,30 @@ class Supervisor:
         worker.state = WorkerState.READY
         worker.ready_at = now
         worker.is_waiting = False
+        self._readied += 1
         self.start_duration = now - worker.started_at
         self._longest_start = max(self._longest_start or 0.0, self.start_duration)
         for other in self._places:  # of ``tries_once``
             if other.restart_at == math.inf:
-                other.restart_at = now + self._policy.retry
+                other.restart_at = now + RETRY
         place = self._place_of(worker)
         if place is not None:
             place.was_served = True
-            if place.exchange is not _Exchange.NONE:
-                place.exchange = _Exchange.NONE
-                for other in self._places:
-                    if other.exchange is _Exchange.AWAITED:
-                        other.exchange = _Exchange.REPLACED
-                self._end_replaced()
+            place.awaited_at = None
             if place.has_failed:
                 place.has_failed = False
                 self.restarts_at[worker.place] += 1
         self.due = -math.inf
         return True
 
-    def condemn(self, slot: int, now: float, jitter: float) -> bool:
+    def condemn(self, slot: int, now: float, *, ends_row: bool = False) -> bool:
         """Replace the worker, which fails everything; whether that is news.
 
         It ends first: a device may not have the memory for two. Its successor waits as after a
         death, so that a place whose workers all end like that does not load one after the other.
+
+        Args:
+            ends_row: whether it has computed a batch.
         """
         worker = self._workers.get(slot)
         if worker is None or worker.is_condemned:
@@ -316,9 +300,9 @@ class Supervisor:
         self.due = -math.inf
         place = self._place_of(worker)
         if place is not None:
-            if slot in self.progressed:
+            if ends_row:
                 place.forgive()
-            self._restart(worker.place, now, jitter)
+            self._restart(worker.place, now)
         return True
 
     def vacant(self, slot: int) -> bool:
@@ -334,20 +318,20 @@ class Supervisor:
         slot: int,
         loss: Loss,
         now: float,
-        jitter: float,
         *,
         was_busy: bool = False,
-        is_explained: bool = False,
+        ends_row: bool = False,
     ) -> Fate:
         """The worker is gone; returns what follows.
 
         Args:
             was_busy: whether it held a batch, which may have been the cause.
-            is_explained: whether it is known that the batch was the cause.
+            ends_row: whether it has computed a batch, or it is known that the batch was the cause.
         """
-        worker = self._workers.pop(slot)
-        has_progressed = slot in self.progressed
-        self.progressed.discard(slot)
+        worker = self._workers[slot]
+        place = self._place_of(worker)
+        is_awaited = place is not None and self._is_awaited(worker.place)
+        del self._workers[slot]
         self.due = -math.inf
         if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
             return Fate.EXPECTED
@@ -361,34 +345,38 @@ class Supervisor:
                 return Fate.ABORTED
             self._overlap = False
             return Fate.OLD_FIRST
-        place = self._place_of(worker)
         if place is None:
             return Fate.GONE
-        lived = now - worker.ready_at >= self._policy.window
-        # A GPU that has failed for good explains deaths, too, and is no reason for haste.
-        is_explained = is_explained and loss is not Loss.DEVICE_FAILED
-        if has_progressed or lived or is_explained:
+        if ends_row or now - worker.ready_at >= WINDOW:
             place.forgive()
         place.was_served |= worker.ready_at < math.inf
-        if place.exchange is not _Exchange.NONE:
+        if is_awaited:
             self._abort()
         is_tried = not place.has_failed
         if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
             place.causeless += not was_busy
-            self._restart(worker.place, now, jitter)
+            self._restart(worker.place, now)
             return Fate.RESTARTED
         place.has_failed = True
-        place.restart_at = now + self._policy.retry_delay(place.tries, jitter)
+        place.restart_at = now + backoff(place.tries, RETRY, MAX_RETRY, self.jitter())
         if self.tries_once and not self.was_served:
             place.restart_at = math.inf
         place.tries += 1
         return Fate.FAILED
 
-    def _restart(self, number: int, now: float, jitter: float) -> None:
+    def _restart(self, number: int, now: float) -> None:
         place = self._places[number]
-        place.restart_at = now + self._policy.delay(place.restarts, jitter)
+        place.restart_at = now
+        if place.restarts:
+            place.restart_at += backoff(place.restarts - 1, BACKOFF, MAX_BACKOFF, self.jitter())
         place.restarts += 1
         self.restarts_at[number] += 1
+        self.restarted_at.append(now)
+
+    def _unserved(self) -> list[tuple[int, _Place]]:
+        """The places without a worker."""
+        served = {worker.place for worker in self._workers.values()}
+        return [each for each in enumerate(self._places) if each[0] not in served]
 
     def _in(self, *states: WorkerState) -> list[_Worker]:
         return [worker for worker in self._workers.values() if worker.state in states]
@@ -397,16 +385,16 @@ class Supervisor:
         if loss is Loss.NEVER_AGAIN:
             return 0
         if place.was_served:
-            return self._policy.max_restarts
+            return self.max_restarts
         if loss is Loss.START_FAILED:
             return 0  # the same start would say the same again
-        return min(_FIRST_STARTS - 1, self._policy.max_restarts)
+        return min(_FIRST_STARTS - 1, self.max_restarts)
 
     def _abort(self) -> None:
         """Leave the workers that are not replaced yet: their successors would not start either."""
         self.aborted = self._generation
         for place in self._places:
-            place.exchange = _Exchange.NONE
+            place.awaited_at = None
         for worker in self._workers.values():
             worker.generation = self._generation
 
@@ -419,27 +407,29 @@ class Supervisor:
     @property
     def _is_short(self) -> bool:
         """Whether a worker was ended for a new one, which is not ready yet."""
-        return any(place.exchange is not _Exchange.NONE for place in self._places)
+        return any(map(self._is_awaited, range(len(self._places))))
 
-    def _end_replaced(self) -> None:
-        """Do not wait for new workers that wait for room, if others may have got theirs."""
-        for worker in self._workers.values():
-            place = self._place_of(worker)
-            if worker.is_waiting and place is not None and place.exchange is _Exchange.REPLACED:
-                place.exchange = _Exchange.NONE
+    def _is_awaited(self, number: int) -> bool:
+        """Whether the worker of this place was ended for a new one, which loads.
+
+        On a cluster another place's may have got the room that the old one has left. If one has
+        become ready since, the new one is not awaited while it waits: that may be without end.
+        """
+        awaited_at = self._places[number].awaited_at
+        if awaited_at is None:
+            return False
+        waiting = [worker.place for worker in self._workers.values() if worker.is_waiting]
+        return awaited_at == self._readied or number not in waiting
 
     # -- the difference
 
     def orders(self, now: float) -> WorkerActions:
         """What to do now; sets ``due``."""
         orders = WorkerActions([], [], [], [], [])
-        served = {worker.place for worker in self._workers.values()}
         self.due = math.inf
-        for number, place in enumerate(self._places):
-            if number in served:
-                continue
+        for number, place in self._unserved():
             if self._is_winding_down and self._in(WorkerState.STARTING, WorkerState.READY):
-                continue  # there is a worker for what is still to be computed, or will be
+                break  # there is a worker for what is still to be computed, or will be
             if place.restart_at <= now:
                 self._start(number, orders, now)
             else:
@@ -496,7 +486,7 @@ class Supervisor:
         if self._overlap:
             self._start(worker.place, orders, now)
         else:
-            self._places[worker.place].exchange = _Exchange.AWAITED
+            self._places[worker.place].awaited_at = self._readied
             self._retire(worker, orders)
 
     def _start(self, place: int, orders: WorkerActions, now: float) -> None:
@@ -506,7 +496,7 @@ class Supervisor:
 
     def _start_bound(self) -> float:
         """How long a worker that is started now may take to be ready, seconds."""
-        timeout = self._policy.start_timeout
+        timeout = self._start_timeout
         if timeout != "auto":
             return math.inf if timeout is None else timeout
         if self._longest_start is None:
@@ -593,8 +583,5 @@ class Supervisor:
             if state is WorkerState.STARTING and self.retry_at(worker.place) is not None:
                 state = WorkerState.FAILED
             yield worker.place, slot, state
-        served = {worker.place for worker in self._workers.values()}
-        for number, place in enumerate(self._places):
-            if number not in served:
-                state = WorkerState.FAILED if place.has_failed else WorkerState.BACKING_OFF
-                yield number, None, state
+        for number, place in self._unserved():
+            yield number, None, WorkerState.FAILED if place.has_failed else WorkerState.BACKING_OFF

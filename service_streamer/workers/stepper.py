@@ -133,7 +133,6 @@ class _Stepper:
             return
         self._report = StepReport()
         self._sent_at = now
-        report.waiting = len(self.batch.deck)
         self.channel.encode(report)
         if report.done:  # also a stream of which an output cannot travel
             self.end(self.batch.find({each.batch_id for each in report.done}))
@@ -170,8 +169,8 @@ class _Stepper:
             return
         self._has_worked = True
         size = len(batch.running)
-        report.size, report.cost = len(running), batch.cost
-        report.started_at = began = time.monotonic()
+        report.size = len(running)
+        began = time.monotonic()
         for request, pair in self._results_of(_Step(self, running)).items():
             output, request.is_done = pair
             if output is not None:

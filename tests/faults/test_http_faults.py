@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service_streamer.supervision.supervisor import RestartPolicy
+import service_streamer.supervision.supervisor as supervision
 from service_streamer.workers.transport import ThreadTransport
 from web_application import WebApplication
 
@@ -28,8 +28,9 @@ def test_service_is_not_ready_while_no_worker_comes_back(monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise OSError("no memory for a thread")
 
-    monkeypatch.setattr(RestartPolicy, "delay", lambda *_: 0.0)
-    monkeypatch.setattr(RestartPolicy, "retry_delay", lambda *_: 1e6)
+    monkeypatch.setattr(supervision, "MAX_BACKOFF", 0.0)
+    monkeypatch.setattr(supervision, "RETRY", 1e6)
+    monkeypatch.setattr(supervision, "MAX_RETRY", 1e6)
     with WebApplication(end_on_request) as application:
         monkeypatch.setattr(ThreadTransport, "start", fail)
         application.post("/predict", {"inputs": "end"})

@@ -25,7 +25,6 @@ from service_streamer import (
     StreamerBroken,
     WorkerStartError,
 )
-from service_streamer.supervision.supervisor import RestartPolicy
 from service_streamer.testing import Gate
 
 HostOf = Callable[[Any, Path], contextlib.AbstractContextManager[tuple[RedisWorker, Future[None]]]]
@@ -34,7 +33,7 @@ HostOf = Callable[[Any, Path], contextlib.AbstractContextManager[tuple[RedisWork
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again after a second is so at once."""
-    monkeypatch.setattr(RestartPolicy, "retry_delay", lambda *_: 0.05)
+    monkeypatch.setattr("service_streamer.supervision.supervisor.MAX_RETRY", 0.05)
 
 
 def test_a_model_that_can_be_loaded_later_is(

@@ -27,8 +27,7 @@ from service_streamer.engine.backend import BlockingReply
 from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import ORDINARY, Call, CallOptions
 from service_streamer.options.table import StreamerOptions
-from service_streamer.supervision.autoscaling import Autoscaling
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.supervision.supervisor import Loss
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers.protocol import DROP, HOLD, Failure
 from service_streamer.workers.transport import (
@@ -146,7 +145,7 @@ class EngineStreamer(Streamer):
                 engine.batcher.check_invariants()
 
         self.check_invariants = check_invariants
-        self.held_back = lambda: engine.batcher.health.held_back
+        self.held_back = lambda: engine.batcher.slots.held_back
 
 
 @functools.cache
@@ -175,14 +174,11 @@ def build(
         expired=Failure(PredictTimeout("it could not be computed in its time")),
         shared=lambda failure, is_loss: failure if is_loss else Failure(SharedBatchError("shared")),
     )
+    fleet = Fleet(batcher, workers, most or workers)
+    fleet.supervisor.jitter = lambda: 0.5
     engine = Engine(
         transport,
-        Fleet(
-            batcher,
-            Supervisor(workers, RestartPolicy()),
-            None if most is None else Autoscaling(workers, most),
-            jitter=lambda: 0.5,
-        ),
+        fleet,
         max_pending=chosen.max_pending,
         lengths=(lambda items: [item.length for item in items]) if has_lengths else None,
         clock=clock,
