@@ -232,7 +232,7 @@ class BaseStreamer:
         elif timeout is not None:
             timeout, has_deadline = check_timeout(timeout), True
         if has_deadline or priority or tenant:
-            options = CallOptions.checked(priority, tenant, has_deadline, stream)
+            options = CallOptions(priority, tenant, has_deadline, stream).checked()
         elif stream:
             options = _STREAM
         items = batch if type(batch) is list else check_batch(batch)  # nearly all are lists
