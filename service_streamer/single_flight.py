@@ -43,9 +43,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .engine.backend import IN_CALLBACK, Backend, PassThrough
-from .engine.build import of_shared_call
 from .engine.threads import Timer, is_owned, start_thread
-from .errors import ModelError, StreamerError
+from .errors import ModelError, SharedBatchError, StreamerError
 from .observe.record import Call, CallOptions, Timing
 from .options.table import SharingOptions
 from .reporting import explain_missing, quiet_log, summary
@@ -73,6 +72,8 @@ _SLACK = 2.0
 _LATE = frozenset({"PredictTimeout", "TooLate"})
 #: Errors of ours that mean that nothing was computed. Others may come after a part was.
 _NOT_COMPUTED = _LATE | {"UnpicklableItem"}
+#: Errors of ours that are about no call: no worker can compute anything.
+_OF_NO_CALL = frozenset({"StreamerBroken", "StreamerClosed", "WorkerStartError"})
 
 #: Results by key.
 Cache = MutableMapping[bytes | None, Any]
@@ -494,8 +495,8 @@ class SingleFlight(PassThrough):
         A call fails of any of its items. Who waits for only some of them does not know that it is
         of theirs: so these are computed again, each by itself.
         """
-        is_ours = failure.remote_traceback is None  # and not of a model, which may raise ours, too
-        kind = failure.text.partition(":")[0] if is_ours else ""  # without unpickling it
+        name = failure.text.partition(":")[0]  # without unpickling it
+        kind = name if failure.remote_traceback is None else ""  # a model may raise ours, too
         failures: dict[Caller, Failure] = {}
         for caller in computation.callers:
             has_all = set(caller.items).issuperset(computation.items)
@@ -503,7 +504,17 @@ class SingleFlight(PassThrough):
             if fails and (kind not in _LATE or caller.deadline <= computation.until):
                 failures[caller] = failure
             elif kind not in _NOT_COMPUTED and not self._may_rerun:
-                failures[caller] = of_shared_call(failure)
+                # Our words: those of the model may quote an item that is another caller's.
+                failures[caller] = (
+                    failure
+                    if kind in _OF_NO_CALL
+                    else Failure(
+                        SharedBatchError(
+                            f"a call that shared items with this one failed with {name}, and with "
+                            "retry=False those items are not computed again"
+                        )
+                    )
+                )
         return failures
 
     def _hand_out(self, reply: Any, outcome: list[Any] | Failure) -> None:

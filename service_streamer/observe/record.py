@@ -63,9 +63,7 @@ class CallOptions(NamedTuple):
         """These, of values from outside. Raises TypeError, ValueError."""
         if type(self.has_deadline) is not bool or type(self.stream) is not bool:
             raise TypeError("has_deadline and stream must be True or False")
-        return self._replace(
-            priority=check_priority(self.priority), tenant=check_tenant(self.tenant)
-        )
+        return CallOptions(check_priority(self.priority), check_tenant(self.tenant), *self[2:])
 
     def serves(self, other: CallOptions) -> bool:
         """Whether an item that waits with these goes as soon as with others: see single flight.

@@ -9,15 +9,15 @@ the command line are derived from that.
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
-import operator
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from .checks import LONGEST_TENANT, LONGEST_WAIT, is_sequence
 
@@ -33,6 +33,8 @@ class Kind:
 
     none: str = ""  # what None stands for, such as "no bound"; empty if None is not allowed
     auto: bool = False  # whether "auto" is allowed
+
+    types: ClassVar[tuple[Any, ...]] = (object,)  # True and False are only of ``bool``
 
     @property
     def words(self) -> str:
@@ -59,46 +61,48 @@ class Kind:
 
     def convert(self, value: Any) -> Any:
         """The checked value. An error's text goes behind the name; one without gets ``words``."""
+        if not isinstance(value, self.types) or isinstance(value, bool) > (bool in self.types):
+            raise TypeError
+        if not self.is_valid(value):
+            raise ValueError
         return value
+
+    def is_valid(self, value: Any) -> bool:
+        """Whether a value of the right type is in range."""
+        return value is not None
 
 
 class Flag(Kind):
     words = "True or False"
+    types = (bool,)
 
     def convert(self, value: Any) -> Any:
-        if not isinstance(value, bool):
-            # A word is no wrong type where "auto" would be right.
-            raise ValueError if self.auto else TypeError
-        return value
+        if self.auto and isinstance(value, str):  # no wrong type, where "auto" would be right
+            raise ValueError
+        return super().convert(value)
 
 
 @dataclass(frozen=True)
 class Count(Kind):
     """A whole number."""
 
-    least: int | None = 1  # the bounds; None for none
-    most: int | None = None
+    least: float = 1
+    most: float = math.inf
     unit: str = ""  # "bytes", say
+    note: str = ""  # why it is no more than that, for instance
+
+    types = (int, numbers.Integral)
 
     @property
     def words(self) -> str:
-        if self.least is None:
-            return "a whole number"
-        bounds = f"from {self.least} to {self.most}" if self.most else f"of at least {self.least}"
-        return f"a whole number {bounds}" + (f", in {self.unit}" if self.unit else "")
+        bounds = f" of at least {self.least}" if self.least > -math.inf else ""
+        if self.most < math.inf:
+            bounds = f" from {self.least} to {self.most}"
+        unit = f", in {self.unit}" if self.unit else ""
+        return f"a whole number{bounds}{unit}" + (f" ({self.note})" if self.note else "")
 
-    def convert(self, value: Any) -> Any:
-        if isinstance(value, bool):
-            raise TypeError
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise TypeError from None
-        if self.least is not None and number < self.least:
-            raise ValueError
-        if self.most is not None and number > self.most:
-            raise ValueError
-        return value
+    def is_valid(self, value: Any) -> bool:
+        return bool(self.least <= value <= self.most)
 
 
 class WorkerNumber(Kind):
@@ -107,26 +111,14 @@ class WorkerNumber(Kind):
     words = "a whole number of at least 1, or the least and the most, such as (1, 16)"
 
     def convert(self, value: Any) -> Any:
-        several: Sequence[Any] = value if is_sequence(value) else (value, value)
-        if len(several) != 2:
+        if not is_sequence(value):
+            return int(Count().convert(value))
+        if len(value) != 2:
             raise ValueError
-        for each in several:
-            Count().convert(each)
-        least, most = map(int, several)
+        least, most = (int(Count().convert(each)) for each in value)
         if least > most:
             raise ValueError
-        return (least, most) if is_sequence(value) else least
-
-
-class FixedNumber(Count):
-    """A number of workers where the load cannot change it."""
-
-    words = "a whole number of at least 1 (a worker host does not scale: start more hosts)"
-
-    def convert(self, value: Any) -> Any:
-        if is_sequence(value):
-            raise ValueError
-        return super().convert(value)
+        return least, most
 
 
 @dataclass(frozen=True)
@@ -134,27 +126,29 @@ class Number(Kind):
     """A finite number above 0, or with ``zero`` of at least 0."""
 
     zero: bool = False
+    most: float = 1e300  # arbitrary: a multiple of it is finite, too
 
+    types = (float, numbers.Real)
     noun = "a finite number"
-    most = 1e300  # arbitrary: a multiple of it is finite, too
 
     @property
     def words(self) -> str:
         return f"{self.noun} {'of at least' if self.zero else 'above'} 0"
 
     def convert(self, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError
-        if not value <= self.most:
+        if super().convert(value) > self.most:
             raise ValueError(f"must be {self.words}, and at most {self.most:.0e}; not {value}")
-        if value < 0 or not (value or self.zero):
-            raise ValueError
         return float(value)
 
+    def is_valid(self, value: Any) -> bool:
+        return bool(value > 0 or (self.zero and value == 0))
 
+
+@dataclass(frozen=True)
 class Seconds(Number):
+    most: float = LONGEST_WAIT
+
     noun = "a number of seconds"
-    most = LONGEST_WAIT
 
 
 #: How long a caller waits for something to end.
@@ -187,15 +181,13 @@ class Numbers(Number):
 class Text(Kind):
     """A string, perhaps of some pattern."""
 
-    pattern: str = ""
+    pattern: str = ".*"
     words: str = "a string"
 
-    def convert(self, value: Any) -> Any:
-        if not isinstance(value, str):
-            raise TypeError
-        if self.pattern and not re.fullmatch(self.pattern, value):
-            raise ValueError
-        return value
+    types = (str,)
+
+    def is_valid(self, value: Any) -> bool:
+        return re.fullmatch(self.pattern, value, re.DOTALL) is not None
 
 
 #: The name of a shared pool, which is also that of its files.
@@ -215,10 +207,8 @@ class Choice(Kind):
     def words(self) -> str:
         return f"one of {', '.join(self.among)}"
 
-    def convert(self, value: Any) -> Any:
-        if value not in self.among:
-            raise ValueError
-        return value
+    def is_valid(self, value: Any) -> bool:
+        return value in self.among
 
 
 class Devices(Kind):
@@ -227,18 +217,13 @@ class Devices(Kind):
     def convert(self, value: Any) -> Any:
         if not is_sequence(value):
             raise TypeError(f'must be a list or tuple of devices, "auto" or None; not {value!r}')
-        if not len(value):
-            raise ValueError("is empty; name a device, or None to leave the choice alone")
         for device in value:
-            text = (
-                f"has the entry {device!r}, which must be a GPU number such as 0, a string such as "
-                '"0" or "GPU-1a2b", or "cpu"'
-            )
             if isinstance(device, bool) or not isinstance(device, (int, str)):
-                raise TypeError(text)
-            if not _DEVICE_NAME.fullmatch(str(device)):
-                raise ValueError(text)
-        return value
+                raise TypeError
+        return super().convert(value)
+
+    def is_valid(self, value: Any) -> bool:
+        return len(value) > 0 and all(_DEVICE_NAME.fullmatch(str(device)) for device in value)
 
 
 @dataclass(frozen=True)
@@ -258,9 +243,10 @@ class Arguments(Kind):
 
 
 class Function(Kind):
-    """Checked when it is imported."""
+    """An import string is looked at when it is imported."""
 
     words = 'a function, or an import string "package.module:function"'
+    types = (str, Callable)
 
 
 @dataclass(frozen=True)
@@ -270,11 +256,10 @@ class File(Kind):
     exists: bool = False
 
     words = "the path of a file"
+    types = (str, os.PathLike)
 
     def convert(self, value: Any) -> Any:
-        if not isinstance(value, (str, os.PathLike)):
-            raise TypeError
-        path = Path(value)
+        path = Path(super().convert(value))
         if not path.parent.is_dir():
             raise ValueError(f"must be in a folder that exists; not in {str(path.parent)!r}")
         if path.is_dir():
@@ -289,10 +274,8 @@ class Strategy(Kind):
 
     words = '"DEFAULT", "SPREAD" or an object of Ray\'s'
 
-    def convert(self, value: Any) -> Any:
-        if isinstance(value, str) and value not in ("DEFAULT", "SPREAD"):
-            raise ValueError
-        return value
+    def is_valid(self, value: Any) -> bool:
+        return not isinstance(value, str) or value in ("DEFAULT", "SPREAD")
 
 
 class Broker(Kind):
@@ -322,11 +305,10 @@ class ErrorTypes(Kind):
     """Classes of exceptions."""
 
     words = "a tuple or list of exception classes"
+    types = (tuple, list)
 
     def convert(self, value: Any) -> Any:
-        if not isinstance(value, (tuple, list)):
-            raise TypeError
-        for kind in value:
+        for kind in super().convert(value):
             if not (isinstance(kind, type) and issubclass(kind, BaseException)):
                 raise TypeError(f"must be {self.words}; {kind!r} is none")
         return value

@@ -23,7 +23,6 @@ from .kinds import (
     Devices,
     ErrorTypes,
     File,
-    FixedNumber,
     Flag,
     Function,
     Number,
@@ -448,5 +447,6 @@ class RedisWorkerOptions(BrokerOptions, StreamerOptions):
         "Name by which the hosts of a prefix know that they serve the same model.",
     )  # fmt: skip
     worker_num: int = option(
-        1, FixedNumber(), "Number of workers, which are processes that hold the model."
-    )
+        1, Count(note="a worker host does not scale: start more hosts"),
+        "Number of workers, which are processes that hold the model.",
+    )  # fmt: skip

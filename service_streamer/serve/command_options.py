@@ -6,6 +6,7 @@ else on the command line is declared again. ``cli`` says how the values are writ
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -328,7 +329,7 @@ class SimulateOptions(ScaleOptions, BatchingOptions):
     seconds: float | None = option(
         None, Seconds(none="no"), "Simulated time after which the simulation ends.",
     )  # fmt: skip
-    seed: int = option(0, Count(least=None), "Seed of all that is random.")
+    seed: int = option(0, Count(least=-math.inf), "Seed of all that is random.")
     fixed_wait: float | None = option(
         None, Seconds(none="no", zero=True),
         "Fixed wait for batches of --batch-size, to compare with.",

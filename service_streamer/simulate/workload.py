@@ -191,7 +191,7 @@ def _arrival(found: Any) -> Arrival:
         if not isinstance(lengths, list) or len(lengths) != items:
             raise ValueError(f'"lengths" must be a list of {items}, one for each item')
         lengths = [_AT_LEAST_0.check('"lengths"', length) for length in lengths]
-    priority = Count(least=None).check('"priority"', found.get("priority", 0))
+    priority = Count(least=-math.inf).check('"priority"', found.get("priority", 0))
     tenant = Text().check('"tenant"', found.get("tenant", ""))
     options = CallOptions(priority, tenant) if priority or tenant else ORDINARY
     return Arrival(_AT_LEAST_0.check('"at"', found.get("at")), items, lengths, options)

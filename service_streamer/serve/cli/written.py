@@ -17,7 +17,6 @@ from ...options.kinds import (
     Count,
     Devices,
     File,
-    FixedNumber,
     Flag,
     Function,
     Kind,
@@ -130,7 +129,6 @@ _NUMBER: tuple[type, ...] = (float, int, str)
 
 _FORMS: dict[type[Kind], WrittenForm] = {
     Flag: WrittenForm("", (bool,)),
-    FixedNumber: WrittenForm("INTEGER", (int, str), _whole),
     Count: WrittenForm("INTEGER", (int, str), _whole),
     WorkerNumber: WrittenForm(
         "N|LEAST:MOST", (int, str), _workers,
