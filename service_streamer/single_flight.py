@@ -113,13 +113,6 @@ class SharedOutput:
     def __init__(self, output: Any) -> None:
         self._output = output
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it if it is encoded; 0 if that is unknown."""
-        output = self._output
-        size: int = len(output) if type(output) is bytes else getattr(output, "nbytes", 0)
-        return size
-
     def copy(self) -> Any:
         """For the caller's thread: this may be code of the user's."""
         try:
