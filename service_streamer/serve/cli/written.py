@@ -38,15 +38,12 @@ _BURSTS = re.compile(r"(\d+)/(.+)")
 _LENGTHS = re.compile(r"([\d.]+)(?::([\d.]+))?")
 
 
-# How a text is read. What is no text comes from a file, and is a value already.
+# How a text is read.
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, str) else value
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value
+def _text(read: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """What is no text comes from a file, and is a value already."""
+    return lambda value: read(value) if isinstance(value, str) else value
 
 
 def _seconds(value: Any) -> Any:
@@ -56,7 +53,7 @@ def _seconds(value: Any) -> Any:
 
 def _workers(value: Any) -> Any:
     match = _RANGE.fullmatch(value) if isinstance(value, str) else None
-    return _whole(value) if match is None else (int(match[1]), int(match[2]))
+    return _text(int)(value) if match is None else (int(match[1]), int(match[2]))
 
 
 def _size(value: Any) -> int:
@@ -81,10 +78,6 @@ def _devices(value: Any) -> Any:
     if names == ["auto"]:
         return "auto"
     return tuple(int(name) if name.isdecimal() else name for name in names)
-
-
-def _json(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
 
 
 def _bursts(value: Any) -> tuple[int, float]:
@@ -129,13 +122,13 @@ _NUMBER: tuple[type, ...] = (float, int, str)
 
 _FORMS: dict[type[Kind], WrittenForm] = {
     Flag: WrittenForm("", (bool,)),
-    Count: WrittenForm("INTEGER", (int, str), _whole),
+    Count: WrittenForm("INTEGER", (int, str), _text(int)),
     WorkerNumber: WrittenForm(
         "N|LEAST:MOST", (int, str), _workers,
         "a whole number of at least 1, or the least and the most, such as 1:16",
     ),
     Seconds: WrittenForm("SECONDS", _NUMBER, _seconds),
-    Number: WrittenForm("NUMBER", _NUMBER, _number),
+    Number: WrittenForm("NUMBER", _NUMBER, _text(float)),
     Numbers: WrittenForm(
         "NAME=NUMBER,...", read=_amounts,
         words="names with numbers, such as disk=1,accelerator_type:A100=0.001",
@@ -145,7 +138,9 @@ _FORMS: dict[type[Kind], WrittenForm] = {
     RayAddress: WrittenForm("[ADDRESS]"),
     Size: WrittenForm("SIZE", (str, int), _size),
     Devices: WrittenForm("DEVICES", (str, int, list), _devices),
-    Arguments: WrittenForm("JSON", read=_json, words="""JSON such as '{"working_dir": "."}'"""),
+    Arguments: WrittenForm(
+        "JSON", read=_text(json.loads), words="""JSON such as '{"working_dir": "."}'"""
+    ),
     Function: WrittenForm("MODULE:FUNCTION"),
     File: WrittenForm("FILE"),
     Header: WrittenForm("NAME"),
