@@ -15,8 +15,8 @@ from typing import Any
 from ..batching.batcher import build_batcher
 from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel, find_length
+from ..options import kinds
 from ..options.checks import IMPORT_STRING
-from ..options.kinds import Number
 from ..options.table import StreamerOptions, WorkerOptions
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.health import BatchBound
@@ -36,7 +36,8 @@ Length = Callable[[Any], float] | str
 
 #: What an item may have. Longer is none: the model of costs squares n times this, and has to stay
 #: finite.
-_LENGTH = Number(zero=True, most=1e15)
+_LONGEST = 1e15
+_LENGTH = kinds.number(zero=True, most=_LONGEST)
 
 
 def find_function(place: str) -> Callable[[Any], object]:
@@ -99,14 +100,14 @@ def _measuring(function: Callable[[Any], object], name: str, codec: Codec | None
                     continue
             number = function(item)
             # What nearly all return is looked at once.
-            if (type(number) is int or type(number) is float) and 0 <= number <= _LENGTH.most:
+            if (type(number) is int or type(number) is float) and 0 <= number <= _LONGEST:
                 found.append(number)
                 continue
             try:
                 found.append(_LENGTH.convert(number))
             except (TypeError, ValueError) as error:
                 raise type(error)(
-                    f"{name} must return {_LENGTH.words}, and at most {_LENGTH.most:.0e}; for item "
+                    f"{name} must return {_LENGTH.words}, and at most {_LONGEST:.0e}; for item "
                     f"{len(found)} of the call it returned {reprlib.repr(number)}"
                 ) from None
         return found
