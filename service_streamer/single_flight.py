@@ -305,7 +305,7 @@ class SingleFlight(PassThrough):
             if reply is None and isinstance(error, Exception):
                 return  # another computation of it has failed meanwhile, so it was answered
             raise
-        if outputs is not None:  # all were in the cache; an interrupt here reaches the caller
+        if outputs is not None:  # of the cache: nothing is to be undone if this is interrupted
             caller.end().complete(outputs)
         elif call.is_watched and timeout is not None:
             self.timer.watch(caller)
@@ -441,11 +441,11 @@ class SingleFlight(PassThrough):
             answers: list[tuple[Any, list[Any]]] = []
             for caller in callers:
                 caller.answered_by = computation
-                complete = caller.outputs()
-                if complete is not None:
-                    answers.append((caller.end(), complete))
-        for reply, complete in answers:
-            self._hand_out(reply, complete)
+                found = caller.outputs()
+                if found is not None:
+                    answers.append((caller.end(), found))
+        for reply, found in answers:
+            self._hand_out(reply, found)
 
     def fail(self, computation: Computation, failure: Failure | None) -> None:
         """A computation failed: fail callers as ``_failures`` says, and serve the others anew.
@@ -486,10 +486,15 @@ class SingleFlight(PassThrough):
         """The callers that fail of a failed computation. Locked.
 
         A call fails of any of its items. Who waits for only some of them does not know that it is
-        of theirs: so these are computed again, each by itself.
+        of theirs: so these are computed again, for others than the call at fault.
         """
         name = failure.text.partition(":")[0]  # without unpickling it
         kind = name if failure.remote_traceback is None else ""  # a model may raise ours, too
+        # Our words: those of the model may quote an item that is another caller's.
+        shared = SharedBatchError(
+            f"a call that shared items with this one failed with {name}, and with retry=False "
+            "those items are not computed again"
+        )
         failures: dict[Caller, Failure] = {}
         for caller in computation.callers:
             has_all = set(caller.items).issuperset(computation.items)
@@ -497,17 +502,7 @@ class SingleFlight(PassThrough):
             if fails and (kind not in _LATE or caller.deadline <= computation.until):
                 failures[caller] = failure
             elif kind not in _NOT_COMPUTED and not self._may_rerun:
-                # Our words: those of the model may quote an item that is another caller's.
-                failures[caller] = (
-                    failure
-                    if kind in _OF_NO_CALL
-                    else Failure(
-                        SharedBatchError(
-                            f"a call that shared items with this one failed with {name}, and with "
-                            "retry=False those items are not computed again"
-                        )
-                    )
-                )
+                failures[caller] = failure if kind in _OF_NO_CALL else Failure(shared)
         return failures
 
     def _hand_out(self, reply: Any, outcome: list[Any] | Failure) -> None:
