@@ -329,6 +329,12 @@ class ResourceOptions(Options):
         "PlacementGroupSchedulingStrategy.",
     )  # fmt: skip
 
+    @property
+    def amounts(self) -> dict[str, float]:
+        """All that a worker holds, by the names that Ray gives to it."""
+        named = {"CPU": self.num_cpus, "GPU": self.num_gpus, **(self.resources or {})}
+        return {name: amount for name, amount in named.items() if amount}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RayStreamerOptions(ResourceOptions, StreamerOptions):
