@@ -346,9 +346,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for each in options_of(type(self)):
-            value = getattr(self, each.name)
-            if value is not each.default or value is None:
-                object.__setattr__(self, each.name, each.kind.check(each.name, value))
+            value = each.kind.check(each.name, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
 
     @classmethod
     def select(cls, given: Options | Mapping[str, Any], **changes: Any) -> Self:
