@@ -105,6 +105,7 @@ class WrittenForm(NamedTuple):
 
 _NUMBER: tuple[type, ...] = (float, int, str)
 
+#: By the form of a kind.
 _FORMS: dict[str, WrittenForm] = {
     "flag": WrittenForm("", (bool,)),
     "count": WrittenForm("INTEGER", (int, str), _text(int)),

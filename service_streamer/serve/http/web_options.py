@@ -29,13 +29,16 @@ class Several(Kind):
         return tuple(self.each.check(name, part) for part in value)
 
 
+def _bare(host: str) -> str:
+    return host.lower().removeprefix("[").removesuffix("]")
+
+
 #: A number of bytes, which is written as 16777216, 16M or 16MiB.
 _SIZE = replace(
     kinds.count(),
     form="size",
     words="a number of bytes above 0, such as 16777216, 512k, 16M or 1G",
 )
-
 
 #: Kept as ASGI has it, in lower-case bytes. Empty for none.
 _HEADER = Kind(
@@ -48,7 +51,7 @@ _HEADER = Kind(
 _HOST_NAME = Kind(
     "host", "a host name without scheme and port, such as api.example.com", (str,),
     lambda value: _HOST.fullmatch(_bare(value)) is not None,
-    lambda value: _bare(value),
+    _bare,
 )  # fmt: skip
 
 #: Of web pages, as browsers send it; ``*`` stands for all.
@@ -57,10 +60,6 @@ _WEB_ORIGIN = Kind(
     lambda value: value == "*" or _ORIGIN.fullmatch(value.lower()) is not None,
     str.lower,
 )  # fmt: skip
-
-
-def _bare(host: str) -> str:
-    return host.lower().removeprefix("[").removesuffix("]")
 
 
 @dataclass(frozen=True, kw_only=True)
