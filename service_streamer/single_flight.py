@@ -462,7 +462,10 @@ class SingleFlight(PassThrough):
             with self.lock:
                 waiting = [caller for caller in callers if not caller.is_over]
                 waiting.sort(key=_urgency)
-                restarted = [(caller, self._join_again(caller, computation)) for caller in waiting]
+                restarted = [
+                    (caller, again)
+                    for caller in waiting for again in self._join_again(caller, computation)
+                ]  # fmt: skip
             for caller, again in restarted:
                 try:
                     self._start(caller, again)
@@ -471,22 +474,26 @@ class SingleFlight(PassThrough):
             if restarted:
                 self._inner.flush()
 
-    def _join_again(self, caller: Caller, computation: Computation) -> Computation:
-        """Have a caller wait for what it does not get of a computation; returns its own. Locked."""
-        own = self._computation(caller)
+    def _join_again(self, caller: Caller, computation: Computation) -> list[Computation]:
+        """Have a caller wait for what it does not get of a computation: each item by itself.
+
+        Returns the new computations for these, empty where it has joined another one. Locked.
+        """
+        restarted = []
         items, caller.items = caller.items, []
         for item in items:
             if item.computation is computation and item.output is _MISSING:
-                self._join(caller, own, item.key, item.payload)
+                restarted.append(self._computation(caller))
+                self._join(caller, restarted[-1], item.key, item.payload)
             else:
                 caller.items.append(item)
-        return own
+        return restarted
 
     def _failures(self, computation: Computation, failure: Failure) -> dict[Caller, Failure]:
         """The callers that fail of a failed computation. Locked.
 
         A call fails of any of its items. Who waits for only some of them does not know that it is
-        of theirs: so these are computed again, for others than the call at fault.
+        of theirs: so these are computed again, each by itself.
         """
         name = failure.text.partition(":")[0]  # without unpickling it
         kind = name if failure.remote_traceback is None else ""  # a model may raise ours, too
