@@ -57,42 +57,33 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
 ]
 __all__ += errors.__all__  # in the one form that all type checkers read
 
+#: Where the names are, but for the errors.
 _MODULES = {
-    "BatchMetrics": "observe.metrics",
-    "Future": "future",
-    "Histogram": "observe.metrics",
-    "ManagedModel": "managed_model",
-    "Reason": "observe.record",
-    "OnHost": "gpu.transfers",
-    "AsyncStream": "engine.streams",
-    "Stream": "engine.streams",
-    "RayStreamer": "ray.ray_streamer",
-    "RedisStreamer": "redis.redis_streamer",
-    "RedisStreamerStats": "redis.redis_stats",
-    "RedisWorker": "redis.redis_worker",
-    "RedisWorkerStats": "redis.redis_stats",
-    "Streamer": "streamer",
-    "StreamerStats": "observe.metrics",
-    "ThreadedStreamer": "streamer",
-    "Timing": "observe.record",
-    "WorkerStats": "observe.metrics",
-    "to_device": "gpu.transfers",
-    "to_host": "gpu.transfers",
-    "to_pinned": "gpu.transfers",
-    "run_redis_workers_forever": "redis.redis_worker",
+    "engine.streams": ("AsyncStream", "Stream"),
+    "future": ("Future",),
+    "gpu.transfers": ("OnHost", "to_device", "to_host", "to_pinned"),
+    "managed_model": ("ManagedModel",),
+    "observe.metrics": ("BatchMetrics", "Histogram", "StreamerStats", "WorkerStats"),
+    "observe.record": ("Reason", "Timing"),
+    "ray.ray_streamer": ("RayStreamer",),
+    "redis.redis_stats": ("RedisStreamerStats", "RedisWorkerStats"),
+    "redis.redis_streamer": ("RedisStreamer",),
+    "redis.redis_worker": ("RedisWorker", "run_redis_workers_forever"),
+    "streamer": ("Streamer", "ThreadedStreamer"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "service_streamer":  # as in 0.1.2, where importing the package imported it as well
         return importlib.import_module(f".{name}", __name__)
-    if name not in _MODULES:
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .reporting import explain_missing
 
     extra = "ray" if name == "RayStreamer" else "redis"
     with explain_missing(name, extra, extra, "msgpack"):
-        value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+        value = getattr(importlib.import_module(f".{module}", __name__), name)
     globals()[name] = value
     return value
 

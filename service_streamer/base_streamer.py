@@ -13,8 +13,9 @@ from .engine.streams import AsyncStream, Stream
 from .engine.trace_file import Recording
 from .future import Future
 from .observe.record import ORDINARY, Call, CallOptions
+from .options import kinds
 from .options.checks import check_batch, check_timeout
-from .options.kinds import PATIENCE, Count, Seconds
+from .options.kinds import PATIENCE
 from .single_flight import Cache, SingleFlight
 
 
@@ -59,7 +60,7 @@ class BaseStreamer:
 
     def __init__(self, worker_timeout: float | DefaultTimeout | None) -> None:
         if worker_timeout is not LIBRARY_TIMEOUT:
-            worker_timeout = Seconds(none="no limit").check("worker_timeout", worker_timeout)
+            worker_timeout = kinds.seconds(none="no limit").check("worker_timeout", worker_timeout)
         self._given_timeout = worker_timeout
 
     @property
@@ -193,7 +194,7 @@ class BaseStreamer:
                 the iterator, after the outputs that had come by then: see ``Stream``.
             UnpicklableItem: the item cannot be sent to a worker process; by the iterator.
         """
-        Count().check("max_buffered", max_buffered)
+        kinds.count().check("max_buffered", max_buffered)
         call = self._new_call([item], timeout, priority, tenant, True)
         return Stream(self._backend, call, max_buffered, fails_behind=fails_behind)
 
@@ -213,7 +214,7 @@ class BaseStreamer:
         task that then asks for an output gets a StreamerError. If only the wait for an output is
         cancelled, as by ``asyncio.wait_for(anext(stream), ...)``, the stream goes on.
         """
-        Count().check("max_buffered", max_buffered)
+        kinds.count().check("max_buffered", max_buffered)
         call = self._new_call([item], timeout, priority, tenant, True)
         return AsyncStream(self._backend, call, max_buffered, fails_behind=fails_behind)
 
@@ -232,7 +233,7 @@ class BaseStreamer:
         elif timeout is not None:
             timeout, has_deadline = check_timeout(timeout), True
         if has_deadline or priority or tenant:
-            options = CallOptions.checked(priority, tenant, has_deadline, stream)
+            options = CallOptions(priority, tenant, has_deadline, stream).checked()
         elif stream:
             options = _STREAM
         items = batch if type(batch) is list else check_batch(batch)  # nearly all are lists

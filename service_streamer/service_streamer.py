@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import service_streamer as package
 
 from .base_streamer import defaults
-from .options.kinds import Seconds
+from .options import kinds
 
 if TYPE_CHECKING:
     from . import (
@@ -81,7 +81,7 @@ class _Module(types.ModuleType):
 
     @WORKER_TIMEOUT.setter
     def WORKER_TIMEOUT(self, seconds: float | None) -> None:  # noqa: N802
-        defaults.worker_timeout = Seconds(none="no limit").check("WORKER_TIMEOUT", seconds)
+        defaults.worker_timeout = kinds.seconds(none="no limit").check("WORKER_TIMEOUT", seconds)
 
 
 sys.modules[__name__].__class__ = _Module

@@ -38,15 +38,14 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .engine.backend import IN_CALLBACK, Backend, PassThrough
-from .engine.build import of_shared_call
 from .engine.threads import Timer, is_owned, start_thread
-from .errors import ModelError, StreamerError
-from .observe.record import ORDINARY, Call, CallOptions, Timing
+from .errors import ModelError, SharedBatchError, StreamerError
+from .observe.record import Call, CallOptions, Timing
 from .options.table import SharingOptions
 from .reporting import explain_missing, quiet_log, summary
 from .workers.memory_link import shareable
@@ -73,6 +72,8 @@ _SLACK = 2.0
 _LATE = frozenset({"PredictTimeout", "TooLate"})
 #: Errors of ours that mean that nothing was computed. Others may come after a part was.
 _NOT_COMPUTED = _LATE | {"UnpicklableItem"}
+#: Errors of ours that are about no call: no worker can compute anything.
+_OF_NO_CALL = frozenset({"StreamerBroken", "StreamerClosed", "WorkerStartError"})
 
 #: Results by key.
 Cache = MutableMapping[bytes | None, Any]
@@ -111,13 +112,6 @@ class SharedOutput:
 
     def __init__(self, output: Any) -> None:
         self._output = output
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it if it is encoded; 0 if that is unknown."""
-        output = self._output
-        size: int = len(output) if type(output) is bytes else getattr(output, "nbytes", 0)
-        return size
 
     def copy(self) -> Any:
         """For the caller's thread: this may be code of the user's."""
@@ -173,11 +167,17 @@ class Caller:
             missed = max(0.0, missed - seconds)
         return Timing._make([*stages, first, between, longest])
 
-    def end(self) -> tuple[Any, list[Item]]:
-        """It is over; returns the reply and the items, which it lets go of. Locked."""
-        ended = self.call.reply, self.items
+    def outputs(self) -> list[Any] | None:
+        """Those of all its items; None while one is missing. Locked."""
+        if any(item.output is _MISSING for item in self.items):
+            return None
+        return [item.output for item in self.items]
+
+    def end(self) -> Any:
+        """It is over; returns the reply, and lets go of its items. Locked."""
+        reply = self.call.reply
         self.call.reply, self.call.payloads, self.items = None, (), []
-        return ended
+        return reply
 
 
 @dataclass(slots=True, eq=False)
@@ -188,8 +188,6 @@ class Item:
     payload: Any  # as the backend gets it
     computation: Computation
     output: Any = _MISSING
-    #: Those that wait for it, and at how many positions.
-    callers: collections.Counter[Caller] = field(default_factory=collections.Counter)
 
 
 @dataclass(slots=True, eq=False)
@@ -201,6 +199,7 @@ class Computation:
     until: float  # when the backend drops it, if it is not with a worker by then
     submitted_at: float
     items: list[Item] = field(default_factory=list)  # none when it is over
+    callers: dict[Caller, None] = field(default_factory=dict)  # all that wait for an item of it
     call: Any = None  # the backend's, set by the backend before it can be over
     is_stale: bool = False  # its outputs are too old for the cache
 
@@ -208,11 +207,6 @@ class Computation:
     def is_over(self) -> bool:
         """Answered, failed or given up; nor is there one before it has items."""
         return not self.items
-
-    @property
-    def callers(self) -> dict[Caller, None]:
-        """All that wait for an item of it. Any thread."""
-        return dict.fromkeys(caller for item in self.items for caller in item.callers)
 
     @property
     def is_running(self) -> bool:
@@ -287,23 +281,23 @@ class SingleFlight(PassThrough):
         if timeout is not None:
             call.deadline = call.arrived_at + timeout
         caller = call.reply.call = Caller(call)
-        own = self._computation(call.options, call.deadline)
+        own = self._computation(caller)
         try:
             with self.lock:
                 for key, payload in zip(keys, call.payloads, strict=True):
-                    self._join(caller, own, key, payload)
-                answers = _take_answers([caller])
-            if answers:  # all was in the cache
-                self._hand_out(answers)
-                return
-            for computation in caller.computations:
-                self._prolong(computation, call.deadline)
-            if not own.is_over:
-                self._start(own)
-            # A call that is flushed later must not hold up others. These may have joined, and
-            # flushed, before there was anything to flush.
-            if not call.more or any(len(item.callers) > 1 for item in own.items):
-                self._inner.flush()
+                    output = _MISSING if self._cache is None else self._cache.get(key, _MISSING)
+                    if output is _MISSING:
+                        self._join(caller, own, key, payload)
+                    else:
+                        self.cached += 1
+                        caller.items.append(Item(key, payload, own, output))
+                outputs = caller.outputs()
+            if outputs is None:
+                self._start(caller, own)
+                # A call that is flushed later must not hold up others. These may have joined, and
+                # flushed, before there was anything to flush.
+                if not call.more or len(own.callers) > 1:
+                    self._inner.flush()
         except BaseException as error:  # also of a signal handler: others may have joined already
             own.call = None  # it was not accepted, or is computed for nobody
             reply = self._leave(caller)
@@ -311,40 +305,35 @@ class SingleFlight(PassThrough):
             if reply is None and isinstance(error, Exception):
                 return  # another computation of it has failed meanwhile, so it was answered
             raise
-        if call.is_watched and timeout is not None:
+        if outputs is not None:  # of the cache: nothing is to be undone if this is interrupted
+            caller.end().complete(outputs)
+        elif call.is_watched and timeout is not None:
             self.timer.watch(caller)
 
     def _join(self, caller: Caller, own: Computation, key: bytes | None, payload: Any) -> None:
-        """Look an item up, or put it into the caller's own computation. Locked.
+        """Have the caller wait for an item that is in flight, or for one of its own. Locked.
 
-        An interrupt may end it between any lines: what it has left behind, ``_remove`` finds.
+        An interrupt may end it between any lines: what it has left behind, ``_leave`` finds.
         """
-        output = _MISSING if self._cache is None else self._cache.get(key, _MISSING)
-        if output is not _MISSING:
-            self.cached += 1
-            caller.items.append(Item(key, payload, own, output))
-            return
-        joinable = (
-            item
-            for item in reversed(self._items.get(key, ()))
-            if self._serves(item.computation, own, caller.deadline)
-        )
-        item = next(joinable, None) or self._add(Item(key, payload, own))
+        for item in reversed(self._items.get(key, ())):
+            if self._serves(item.computation, own, caller.deadline):
+                break
+        else:
+            item = Item(key, payload, own)
+            own.items.append(item)
+            if key is not None:
+                self._items.setdefault(key, []).append(item)
         caller.items.append(item)
-        item.callers[caller] += 1
+        item.computation.callers[caller] = None
 
     def _serves(self, computation: Computation, own: Computation, deadline: float) -> bool:
         """Whether a caller that waits until the deadline fares as well as with its own."""
-        has, wants = computation.options, own.options
         if self._inner.extend is None and deadline > computation.until:
             return False
-        if (has is ORDINARY and wants is ORDINARY) or computation.is_running:
+        if computation.is_running:
             return True
-        if has != wants._replace(priority=has.priority, has_deadline=has.has_deadline):
-            return False  # of another tenant, say
-        if wants.has_deadline:
-            return has.has_deadline and computation.until <= own.until
-        return has.has_deadline or has.priority >= wants.priority
+        is_late = own.options.has_deadline and computation.until > own.until
+        return computation.options.serves(own.options) and not is_late
 
     def _prolong(self, computation: Computation, deadline: float) -> None:
         """Have the backend keep a computation for a caller that waits longer than those before.
@@ -372,9 +361,8 @@ class SingleFlight(PassThrough):
             self._inner.withdraw(call, has_expired=has_expired)
 
     def _time_ended(self, caller: Caller) -> None:
-        reply = self._leave(caller, has_expired=True)
-        if reply is not None:
-            self._hand_out([(reply, Failure(self._inner.late(caller.call.timeout)))])
+        late = Failure(self._inner.late(caller.call.timeout))
+        self._hand_out(self._leave(caller, has_expired=True), late)
 
     def _leave(self, caller: Caller, *, has_expired: bool = False, is_cancel: bool = False) -> Any:
         """A caller no longer waits; returns its reply, None if it stays or was over.
@@ -384,58 +372,56 @@ class SingleFlight(PassThrough):
         """
         self._inner.check_process()
         with self.lock:
-            if caller.is_over or (is_cancel and any(map(_serves_one, caller.computations))):
+            computations = caller.computations
+            if caller.is_over or (
+                is_cancel
+                and any(each.is_running and len(each.callers) == 1 for each in computations)
+            ):
                 return None
-            reply, abandoned = self._remove(caller)
+            reply = caller.end()
+            for each in computations:
+                each.callers.pop(caller, None)
+            abandoned = [each for each in computations if not (each.is_over or each.callers)]
+            for each in abandoned:
+                self._end(each)
         for each in abandoned:
-            self._inner.withdraw(each, has_expired=has_expired)
+            if each.call is not None:  # else it is just being submitted: ``_start`` sees its end
+                self._inner.withdraw(each.call, has_expired=has_expired)
         return reply
-
-    def _remove(self, caller: Caller) -> tuple[Any, list[Any]]:
-        """End a caller; returns its reply, and the backend's calls only for it. Locked."""
-        computations = caller.computations
-        reply, items = caller.end()
-        for item in items:
-            item.callers.pop(caller, None)
-        abandoned = [each for each in computations if not (each.is_over or each.callers)]
-        for computation in abandoned:
-            self._end(computation)
-        # One that has no call yet is just being submitted: ``_start`` sees that it is over.
-        return reply, [each.call for each in abandoned if each.call is not None]
 
     # -- computations
 
-    def _computation(self, options: CallOptions, deadline: float) -> Computation:
-        """A new one, for callers that wait until the deadline."""
-        now = self._clock()
-        until = deadline
+    def _computation(self, caller: Caller) -> Computation:
+        """A new one, for a caller and those that join it."""
+        now, until = self._clock(), caller.deadline
         if self._inner.extend is None:
-            until = max(deadline, now + (deadline - now) * _SLACK)
-        return Computation(self, options, until, now)
+            until = max(until, now + (until - now) * _SLACK)
+        return Computation(self, caller.call.options, until, now)
 
-    def _add(self, item: Item) -> Item:
-        """Have an item computed, for all who come. Locked."""
-        item.computation.items.append(item)
-        if item.key is not None:
-            self._items.setdefault(item.key, []).append(item)
-        return item
-
-    def _end(self, computation: Computation) -> list[Item]:
-        """The computation is over, and nobody can join it; returns its items. Locked."""
-        items, computation.items = computation.items, []  # they refer to each other
+    def _end(self, computation: Computation) -> tuple[list[Item], list[Caller]]:
+        """It is over, and nobody can join it; returns its items and who waits for them. Locked."""
+        items, callers = computation.items, [*computation.callers]
+        computation.items, computation.callers = [], {}  # they refer to it
         for item in items:
             others = [each for each in self._items.pop(item.key, ()) if each is not item]
             if others:
                 self._items[item.key] = others
-        return items
+        return items, callers
 
-    def _start(self, computation: Computation) -> None:
-        """Submit it; call ``flush`` next. If no caller waits, it is withdrawn, or empty."""
-        timeout = None if computation.until == math.inf else computation.until - self._clock()
-        payloads = [item.payload for item in computation.items]
-        self._inner.submit(Call(payloads, computation, timeout, computation.options, more=True))
-        if computation.is_over and computation.call is not None:
-            self._inner.withdraw(computation.call)
+    def _start(self, caller: Caller, own: Computation) -> None:
+        """Have all computed that a caller has joined; call ``flush`` next.
+
+        If its own computation has no caller by then, it is withdrawn, or empty.
+        """
+        for computation in caller.computations:
+            self._prolong(computation, caller.deadline)
+        if own.is_over:
+            return
+        timeout = None if own.until == math.inf else own.until - self._clock()
+        payloads = [item.payload for item in own.items]
+        self._inner.submit(Call(payloads, own, timeout, own.options, more=True))
+        if own.is_over and own.call is not None:
+            self._inner.withdraw(own.call)
 
     def answer(self, computation: Computation, outputs: list[Any]) -> None:
         """A computation succeeded."""
@@ -443,19 +429,23 @@ class SingleFlight(PassThrough):
             if computation.is_over:  # given up, just now
                 return
             cache = None if computation.is_stale else self._cache
-            callers = computation.callers
-            for item, output in zip(self._end(computation), outputs, strict=True):
-                wanted = item.callers.total()
-                self.deduplicated += max(0, wanted - 1)
-                if cache is not None or wanted > 1:
+            items, callers = self._end(computation)
+            wanted = collections.Counter(item for caller in callers for item in caller.items)
+            for item, output in zip(items, outputs, strict=True):
+                self.deduplicated += max(0, wanted[item] - 1)
+                if cache is not None or wanted[item] > 1:
                     output = SharedOutput(output) if self._copies else shareable(output)
                 if cache is not None and item.key is not None:
                     cache[item.key] = output
                 item.output = output
+            answers: list[tuple[Any, list[Any]]] = []
             for caller in callers:
                 caller.answered_by = computation
-            answers = _take_answers(callers)
-        self._hand_out(answers)
+                found = caller.outputs()
+                if found is not None:
+                    answers.append((caller.end(), found))
+        for reply, found in answers:
+            self._hand_out(reply, found)
 
     def fail(self, computation: Computation, failure: Failure | None) -> None:
         """A computation failed: fail callers as ``_failures`` says, and serve the others anew.
@@ -463,25 +453,41 @@ class SingleFlight(PassThrough):
         Without a failure its own caller was refused, which is no matter of the others'.
         """
         failing = [(computation, failure)]
-        has_started = False
         for computation, failure in failing:  # which grows: what starts again may fail at once
             with self.lock:
                 failures = {} if failure is None else self._failures(computation, failure)
-                items = self._end(computation)
-                removed = [(*self._remove(caller), why) for caller, why in failures.items()]
-                restarted = [self._for_item(item) for item in items if item.callers]
-            for _, abandoned, _ in removed:
-                for each in abandoned:
-                    self._inner.withdraw(each)
-            self._hand_out([(reply, why) for reply, _, why in removed])
-            for again in restarted:
+                _, callers = self._end(computation)
+            for caller, why in failures.items():
+                self._hand_out(self._leave(caller), why)
+            with self.lock:
+                waiting = [caller for caller in callers if not caller.is_over]
+                waiting.sort(key=_urgency)
+                restarted = [
+                    (caller, again)
+                    for caller in waiting for again in self._join_again(caller, computation)
+                ]  # fmt: skip
+            for caller, again in restarted:
                 try:
-                    self._start(again)
-                    has_started = True
+                    self._start(caller, again)
                 except (Exception, SystemExit) as error:  # which may be of the user's ``length``
                     failing.append((again, Failure(error.with_traceback(None))))
-        if has_started:
-            self._inner.flush()
+            if restarted:
+                self._inner.flush()
+
+    def _join_again(self, caller: Caller, computation: Computation) -> list[Computation]:
+        """Have a caller wait for what it does not get of a computation: each item by itself.
+
+        Returns the new computations for these, empty where it has joined another one. Locked.
+        """
+        restarted = []
+        items, caller.items = caller.items, []
+        for item in items:
+            if item.computation is computation and item.output is _MISSING:
+                restarted.append(self._computation(caller))
+                self._join(caller, restarted[-1], item.key, item.payload)
+            else:
+                caller.items.append(item)
+        return restarted
 
     def _failures(self, computation: Computation, failure: Failure) -> dict[Caller, Failure]:
         """The callers that fail of a failed computation. Locked.
@@ -489,36 +495,31 @@ class SingleFlight(PassThrough):
         A call fails of any of its items. Who waits for only some of them does not know that it is
         of theirs: so these are computed again, each by itself.
         """
-        is_ours = failure.remote_traceback is None  # and not of a model, which may raise ours, too
-        kind = failure.text.partition(":")[0] if is_ours else ""  # without unpickling it
+        name = failure.text.partition(":")[0]  # without unpickling it
+        kind = name if failure.remote_traceback is None else ""  # a model may raise ours, too
+        # Our words: those of the model may quote an item that is another caller's.
+        shared = SharedBatchError(
+            f"a call that shared items with this one failed with {name}, and with retry=False "
+            "those items are not computed again"
+        )
         failures: dict[Caller, Failure] = {}
         for caller in computation.callers:
-            has_all = all(caller in item.callers for item in computation.items)
+            has_all = set(caller.items).issuperset(computation.items)
             fails = has_all or kind == "PredictTimeout"
             if fails and (kind not in _LATE or caller.deadline <= computation.until):
                 failures[caller] = failure
             elif kind not in _NOT_COMPUTED and not self._may_rerun:
-                failures[caller] = of_shared_call(failure)
+                failures[caller] = failure if kind in _OF_NO_CALL else Failure(shared)
         return failures
 
-    def _for_item(self, item: Item) -> Computation:
-        """A computation of an item that some still wait for. Locked."""
-        first = min(item.callers, key=_urgency)
-        until = first.deadline
-        if not first.call.options.has_deadline:
-            until = max(caller.deadline for caller in item.callers)
-        again = item.computation = self._computation(first.call.options, until)
-        self._add(item)
-        return again
-
-    def _hand_out(self, answers: Iterable[tuple[Any, list[Any] | Failure]]) -> None:
-        """Hand out the outcomes of callers that are over. Without the lock."""
-        for reply, outcome in answers:
-            try:
+    def _hand_out(self, reply: Any, outcome: list[Any] | Failure) -> None:
+        """Hand out the outcome of a caller that is over, unless it had left. Without the lock."""
+        try:
+            if reply is not None:
                 (reply.fail if isinstance(outcome, Failure) else reply.complete)(outcome)
-            except BaseException:
-                # A callback of a user's may raise anything, and others wait for their answers.
-                _log(logging.ERROR, "a callback of a future raised", exc_info=True)
+        except BaseException:
+            # A callback of a user's may raise anything, and others wait for their answers.
+            _log(logging.ERROR, "a callback of a future raised", exc_info=True)
         if self._is_closing:
             self.timer.look()  # it ends when nothing is left
 
@@ -570,22 +571,8 @@ class SingleFlight(PassThrough):
         self._inner.abandon()
 
 
-def _take_answers(callers: Iterable[Caller]) -> list[tuple[Any, list[Any]]]:
-    """End those that have all their outputs; returns their replies, and what these get. Locked."""
-    ended = [
-        caller.end()
-        for caller in callers
-        if all(item.output is not _MISSING for item in caller.items)
-    ]
-    return [(reply, [item.output for item in items]) for reply, items in ended]
-
-
-def _serves_one(computation: Computation) -> bool:
-    """Whether a worker has it, for one caller only."""
-    return computation.is_running and len(computation.callers) == 1
-
-
-def _urgency(caller: Caller) -> tuple[bool, float]:
-    """The least is the most urgent."""
-    has_deadline = caller.call.options.has_deadline
-    return not has_deadline, caller.deadline if has_deadline else -caller.call.options.priority
+def _urgency(caller: Caller) -> tuple[bool, float, float]:
+    """The least is the most urgent, and of equals it waits longest: the others can join it."""
+    if caller.call.options.has_deadline:
+        return False, caller.deadline, 0
+    return True, -caller.call.options.priority, -caller.deadline

@@ -16,8 +16,9 @@ from .engine.build import Length, Model, build_engine
 from .engine.engine import Engine
 from .observe.explain import Finding, explain
 from .observe.metrics import BatchMetrics, StreamerStats, WorkerStats
+from .options import kinds
 from .options.checks import Devices, Workers
-from .options.kinds import PATIENCE, Flag, WorkerNumber, documented, options_of
+from .options.kinds import PATIENCE, documented, options_of
 from .options.table import StreamerOptions
 from .single_flight import make_cache
 from .supervision.health import Timeout
@@ -199,7 +200,7 @@ class ScaledStreamer(PoolStreamer):
         """
         try:
             self._engine.restart_workers(
-                PATIENCE.check("timeout", timeout), Flag(auto=True).check("overlap", overlap)
+                PATIENCE.check("timeout", timeout), kinds.flag(auto=True).check("overlap", overlap)
             )
         finally:
             self.clear_cache()  # of the old weights' results
@@ -219,7 +220,7 @@ class ScaledStreamer(PoolStreamer):
             StreamerClosed: the streamer is closed.
             TypeError, ValueError: it is no such number or pair.
         """
-        self._engine.scale(WorkerNumber().check("worker_num", worker_num))
+        self._engine.scale(kinds.workers().check("worker_num", worker_num))
 
 
 @documented(StreamerOptions)

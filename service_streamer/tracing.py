@@ -15,6 +15,7 @@ answered. Each takes some 20 µs, so trace only a share of the requests under lo
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -63,7 +64,7 @@ def trace_batches(
             "trace a Streamer or a ThreadedStreamer with workers of its own"
         )
     tracer = trace.get_tracer(_NAME, tracer_provider=tracer_provider)
-    streamer.engine.watch(_Spans(tracer).emit, _note_span)
+    streamer.engine.watch(functools.partial(_emit, tracer), _note_span)
 
 
 def _note_span(call: Call) -> None:
@@ -72,61 +73,56 @@ def _note_span(call: Call) -> None:
     call.context = span if span.get_span_context().trace_flags.sampled else None
 
 
-class _Spans:
-    """Makes the spans of each batch."""
+def _emit(tracer: trace.Tracer, record: BatchRecord) -> None:
+    """Make the spans of a batch."""
+    calls, report = record.each_call(), record.report
+    traced = [(call, call.context) for call in calls if call.context is not None]
+    if not traced:
+        return
+    # Found out anew each time, since the wall clock may be set.
+    offset = time.time() - time.monotonic()
 
-    def __init__(self, tracer: trace.Tracer) -> None:
-        self._tracer = tracer
+    def wall(at: float) -> int:
+        return round((at + offset) * 1e9)
 
-    def emit(self, record: BatchRecord) -> None:
-        calls, report = record.each_call(), record.report
-        traced = [(call, call.context) for call in calls if call.context is not None]
-        if not traced:
-            return
-        # Found out anew each time, since the wall clock may be set.
-        offset = time.time() - time.monotonic()
-
-        def wall(at: float) -> int:
-            return round((at + offset) * 1e9)
-
-        about: dict[str, Any] = {
-            f"{_NAME}.batch.size": record.size,
-            f"{_NAME}.batch.worker": record.worker,
-            f"{_NAME}.batch.inference": report.duration,
-            f"{_NAME}.batch.rerun": record.is_rerun,
-            f"{_NAME}.batch.reason": record.reason.name.lower(),
-        }
-        if report.padding is not None:
-            about[f"{_NAME}.batch.padding"] = report.padding
-        if report.stages is not None:
-            about[f"{_NAME}.batch.stages"] = report.stages
-        longest = record.cut_at - min(call.arrived_at for call in calls)
-        batch = self._tracer.start_span(
-            f"{_NAME}.batch",
-            context=trace.set_span_in_context(trace.INVALID_SPAN),
-            attributes={**about, _QUEUED: longest},
-            links=[trace.Link(caller.get_span_context()) for _, caller in traced],
-            start_time=wall(record.cut_at),
+    about: dict[str, Any] = {
+        f"{_NAME}.batch.size": record.size,
+        f"{_NAME}.batch.worker": record.worker,
+        f"{_NAME}.batch.inference": report.duration,
+        f"{_NAME}.batch.rerun": record.is_rerun,
+        f"{_NAME}.batch.reason": record.reason.name.lower(),
+    }
+    if report.padding is not None:
+        about[f"{_NAME}.batch.padding"] = report.padding
+    if report.stages is not None:
+        about[f"{_NAME}.batch.stages"] = report.stages
+    longest = record.cut_at - min(call.arrived_at for call in calls)
+    batch = tracer.start_span(
+        f"{_NAME}.batch",
+        context=trace.set_span_in_context(trace.INVALID_SPAN),
+        attributes={**about, _QUEUED: longest},
+        links=[trace.Link(caller.get_span_context()) for _, caller in traced],
+        start_time=wall(record.cut_at),
+    )
+    spans = [batch]
+    failures = [report.failure]
+    for call, caller in traced:
+        span = tracer.start_span(
+            f"{_NAME}.call",
+            context=trace.set_span_in_context(caller),
+            attributes={**about, _QUEUED: record.cut_at - call.arrived_at},
+            links=[trace.Link(batch.get_span_context())],
+            start_time=wall(call.arrived_at),
         )
-        spans = [batch]
-        failures = [report.failure]
-        for call, caller in traced:
-            span = self._tracer.start_span(
-                f"{_NAME}.call",
-                context=trace.set_span_in_context(caller),
-                attributes={**about, _QUEUED: record.cut_at - call.arrived_at},
-                links=[trace.Link(batch.get_span_context())],
-                start_time=wall(call.arrived_at),
-            )
-            spans.append(span)
-            failures.append(call.failure or report.failure)
-            if call.is_over and call.failure is None and call.unanswered:
-                span.set_attribute(f"{_NAME}.left", True)
-            if call.is_over and call.part_at is not None:
-                span.set_attribute(f"{_NAME}.outputs", call.parts)
-                first_at = wall(call.arrived_at + call.first_output)
-                span.add_event(f"{_NAME}.first_output", timestamp=first_at)
-        for span, failure in zip(spans, failures, strict=True):
-            if failure is not None:
-                span.set_status(trace.StatusCode.ERROR, failure.text)
-            span.end(wall(record.back_at))
+        spans.append(span)
+        failures.append(call.failure or report.failure)
+        if call.is_over and call.failure is None and call.unanswered:
+            span.set_attribute(f"{_NAME}.left", True)
+        if call.is_over and call.part_at is not None:
+            span.set_attribute(f"{_NAME}.outputs", call.parts)
+            first_at = wall(call.arrived_at + call.first_output)
+            span.add_event(f"{_NAME}.first_output", timestamp=first_at)
+    for span, failure in zip(spans, failures, strict=True):
+        if failure is not None:
+            span.set_status(trace.StatusCode.ERROR, failure.text)
+        span.end(wall(record.back_at))

@@ -332,7 +332,7 @@ def test_a_bad_range_is_refused_by_name(value: Any) -> None:
 
 
 def test_a_worker_host_does_not_scale() -> None:
-    with pytest.raises(ValueError, match=r"a worker host does not scale: start more hosts"):
+    with pytest.raises(TypeError, match=r"a worker host does not scale: start more hosts"):
         RedisWorkerOptions(worker_num=(1, 2))
     assert RedisWorkerOptions(worker_num=2).worker_range == (2, 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -294,14 +295,18 @@ def test_what_a_call_is_refused_for_is_no_failure_of_one_that_joined_it(
     assert joined[0].outputs == ["X"]
 
 
-def test_a_call_that_is_interrupted_before_it_is_accepted_is_not_withdrawn() -> None:
-    flights = Flights()
+def test_a_call_that_is_interrupted_is_neither_withdrawn_nor_lost() -> None:
+    flights = Flights(cache={})
     flights.backend.raises = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         flights.submit("x")
     assert not flights.single.computations
     flights.submit("x")
     assert [call.items for call in flights.open] == [["x"]]
+    flights.end(["X"])
+    interrupted = Mock(complete=Mock(side_effect=StreamerError("of a signal handler")))
+    with pytest.raises(StreamerError):
+        flights.single.submit(Call("x", interrupted))
 
 
 def test_a_call_that_joined_a_refused_one_may_be_refused_itself() -> None:

@@ -42,12 +42,6 @@ def constructor(request: pytest.FixtureRequest) -> Any:
     return getattr(service_streamer, request.param)
 
 
-def test_constructor_refuses_what_is_no_option(constructor: Any) -> None:
-    model = () if constructor.__name__ == "RedisStreamer" else (service_streamer.ManagedModel,)
-    with pytest.raises(TypeError, match="max_restarts"):
-        constructor(*model, max_restarts=1)
-
-
 def test_signature_has_the_declared_defaults(constructor: Any) -> None:
     options = CONSTRUCTORS[constructor.__name__]
     declared = {each.name: each.default for each in dataclasses.fields(options)}

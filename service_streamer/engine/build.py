@@ -6,9 +6,8 @@ is worth in seconds. It is asked for in the web process, so nothing here builds 
 
 from __future__ import annotations
 
-import importlib
 import math
-import numbers
+import pkgutil
 import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from ..batching.batcher import build_batcher
 from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel, find_length
+from ..options import kinds
 from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions, WorkerOptions
 from ..supervision.health import BatchBound
@@ -32,20 +32,10 @@ from .fleet import Fleet
 #: A function of an item, or where to import it: "package.module:function".
 Length = Callable[[Any], float] | str
 
-#: Longer is no item. The model of costs squares n times this, which has to stay finite.
+#: What an item may have. Longer is none: the model of costs squares n times this, and has to stay
+#: finite.
 _LONGEST = 1e15
-
-
-def _given_length(length: Length | None) -> Callable[[Any], Any] | None:
-    """The function of an item that the options name. Raises what ``find_function`` does."""
-    if isinstance(length, str):
-        return find_function(length)
-    if length is not None and not callable(length):
-        raise TypeError(
-            "length must be a function of an item, or an import string "
-            f'"package.module:function"; not {length!r}'
-        )
-    return length
+_LENGTH = kinds.number(zero=True, most=_LONGEST)
 
 
 def find_function(place: str) -> Callable[[Any], object]:
@@ -55,13 +45,11 @@ def find_function(place: str) -> Callable[[Any], object]:
         TypeError, ValueError: it is none, or no place to import from.
         ImportError, AttributeError: there is none at that place.
     """
-    module, colon, names = place.partition(":")
-    if not (module and colon and all(map(str.isidentifier, names.split(".")))):
+    if not IMPORT_STRING.fullmatch(place):
         raise ValueError(f'length must look like "package.module:function", not {place!r}')
-    *outer, name = names.split(".")
-    owner: Any = importlib.import_module(module)
-    for each in outer:
-        owner = getattr(owner, each)
+    module, _, names = place.partition(":")
+    outer, _, name = names.rpartition(".")
+    owner: Any = pkgutil.resolve_name(f"{module}:{outer}")
     if isinstance(owner, type) and issubclass(owner, ManagedModel):
         return _of_class(owner, name)
     function: Any = getattr(owner, name)
@@ -99,44 +87,30 @@ def _of_class(model: Any, name: str) -> Callable[[Any], object]:
 
 
 def _measuring(function: Callable[[Any], object], name: str, codec: Codec | None) -> Lengths:
-    def decode_and_measure(payload: Any) -> object:
-        assert codec is not None
-        try:
-            item = codec.decode(payload)
-        except (Exception, SystemExit):  # it fails in the worker, which says why
-            return 0
-        return function(item)
-
-    length = function if codec is None else decode_and_measure
-
     def lengths(items: Sequence[Any]) -> list[float]:
         found: list[float] = []
         for item in items:
-            number = length(item)
+            if codec is not None:
+                try:
+                    item = codec.decode(item)
+                except (Exception, SystemExit):  # it fails in the worker, which says why
+                    found.append(0)
+                    continue
+            number = function(item)
             # What nearly all return is looked at once.
             if (type(number) is int or type(number) is float) and 0 <= number <= _LONGEST:
                 found.append(number)
-            else:
-                found.append(_checked(number, name, len(found)))
+                continue
+            try:
+                found.append(_LENGTH.convert(number))
+            except (TypeError, ValueError) as error:
+                raise type(error)(
+                    f"{name} must return {_LENGTH.words}, and at most {_LONGEST:.0e}; for item "
+                    f"{len(found)} of the call it returned {reprlib.repr(number)}"
+                ) from None
         return found
 
     return lengths
-
-
-def _checked(number: object, name: str, position: int) -> float:
-    text = (
-        f"{name} must return a finite number of at least 0, and at most {_LONGEST:.0e}; for item "
-        f"{position} of the call it returned {reprlib.repr(number)}"
-    )
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise TypeError(text)
-    try:
-        value = float(number)
-    except (OverflowError, ValueError):
-        raise ValueError(text) from None
-    if not 0 <= value <= _LONGEST:
-        raise ValueError(text)
-    return value
 
 
 #: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
@@ -198,11 +172,11 @@ def make_spec(
         raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
     if options.preprocess_workers:
         check_preprocess(model)
-    length = _given_length(options.length)
+    place = options.length
+    length = find_function(place) if isinstance(place, str) else place
     lengths = None
     if length is not None:
-        name = options.length if isinstance(options.length, str) else describe(length)
-        lengths = _measuring(length, name, codec)
+        lengths = _measuring(length, describe(place), codec)
     elif isinstance(model, type) and find_length(model) is not None:
         lengths = _measuring(_of_class(model, "length"), f"{describe(model)}.length", codec)
     spec = ModelSpec(
@@ -279,9 +253,6 @@ def _why_hung(options: StreamerOptions, *, is_local: bool) -> str:
     return "it was at one batch for more than batch_timeout of {:g} s" + auto
 
 
-#: Errors of ours that are about no call: no worker can compute anything.
-_OF_NO_CALL = ("StreamerBroken", "StreamerClosed", "WorkerStartError")
-
 # What calls fail with when it is not known whose item was at fault. Our words, and not those of the
 # model's exception: its text may quote the item, and goes only to the call whose item that is.
 
@@ -304,18 +275,5 @@ def not_blamed(failure: Failure, is_loss: bool) -> Failure:
             f"the model raised {kind} on a batch that this call shared with other calls, and the "
             "call at fault is not known; with isolate_errors=True and retry=True only that call "
             "fails. The log has the exception"
-        )
-    )
-
-
-def of_shared_call(failure: Failure) -> Failure:
-    """For a call that shared only some of its items with the one that failed."""
-    kind = failure.text.partition(": ")[0]
-    if failure.remote_traceback is None and kind in _OF_NO_CALL:
-        return failure
-    return Failure(
-        SharedBatchError(
-            f"a call that shared items with this one failed with {kind}, and with "
-            "retry=False those items are not computed again"
         )
     )

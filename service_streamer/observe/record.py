@@ -49,8 +49,7 @@ class CallOptions(NamedTuple):
     """What a caller wants of one call, beside its items and their time. Never changed.
 
     It is made where the call is, and goes with it to the queue, also over Redis and in a shared
-    pool. A new option needs a field and its check here, and a line where it is used. In single
-    flight a call joins an item that waits only if the option is alike in both.
+    pool. A new option needs a field and its check here, and a line where it is used.
     """
 
     priority: int = 0  # the higher goes first
@@ -60,18 +59,22 @@ class CallOptions(NamedTuple):
     has_deadline: bool = False
     stream: bool = False  # whether the outputs of its one item are wanted as they come
 
-    @classmethod
-    def checked(
-        cls,
-        priority: object = 0,
-        tenant: object = "",
-        has_deadline: object = False,
-        stream: object = False,
-    ) -> CallOptions:
-        """Of values from outside. Raises TypeError, ValueError."""
-        if type(has_deadline) is not bool or type(stream) is not bool:
+    def checked(self) -> CallOptions:
+        """These, of values from outside. Raises TypeError, ValueError."""
+        if type(self.has_deadline) is not bool or type(self.stream) is not bool:
             raise TypeError("has_deadline and stream must be True or False")
-        return cls(check_priority(priority), check_tenant(tenant), has_deadline, stream)
+        return CallOptions(check_priority(self.priority), check_tenant(self.tenant), *self[2:])
+
+    def serves(self, other: CallOptions) -> bool:
+        """Whether an item that waits with these goes as soon as with others: see single flight.
+
+        Of two deadlines the nearer one goes first. What is not compared here has to be equal.
+        """
+        if self is other:
+            return True
+        if self != other._replace(priority=self.priority, has_deadline=self.has_deadline):
+            return False
+        return self.has_deadline or (not other.has_deadline and self.priority >= other.priority)
 
 
 #: Of nearly all calls: compared by identity.

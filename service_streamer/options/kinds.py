@@ -1,20 +1,20 @@
 """What values an option may have, how it is declared, and the objects that options travel in.
 
-Each kind checks a value, and says in words what it must be. An option is a field of a frozen
-dataclass in ``table``, whose metadata has its kind and says what it does. A class that has the
-option with another default, check or sentence declares it again. Docstrings, reference pages and
-the command line are derived from that.
+Each kind checks a value, and says in words what it must be; a function for each makes it. An option
+is a field of a frozen dataclass in ``table``, whose metadata has its kind and says what it does. A
+class that has the option with another default, check or sentence declares it again. Docstrings,
+reference pages and the command line are derived from that.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
-import operator
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -29,15 +29,28 @@ _DEVICE_NAME = re.compile(r"(cuda:)?\d+(,\d+)*|(GPU|MIG)-[\w/-]+(,(GPU|MIG)-[\w/
 
 @dataclass(frozen=True)
 class Kind:
-    """Any value."""
+    """Which values an option may have, and what they must be in words.
 
-    none: str = ""  # what None stands for, such as "no bound"; empty if None is not allowed
-    auto: bool = False  # whether "auto" is allowed
+    Attributes:
+        form: how values are written outside of Python: see ``serve.cli.written``.
+        words: what a value must be, such as "a whole number of at least 1".
+        types: other values are of the wrong type. True and False are only of ``bool``.
+        is_valid: whether a value of these types is in range.
+        normalize: makes of a valid value the one that the package uses, or raises what ``convert``
+            does.
+        none: what None stands for, such as "no bound"; empty if None is not allowed.
+        auto: whether "auto" is allowed.
+        among: all strings that it may be, if it is one of a few.
+    """
 
-    @property
-    def words(self) -> str:
-        """What a value must be, such as "a whole number of at least 1"."""
-        return "a value"
+    form: str
+    words: str
+    types: tuple[Any, ...] = (object,)
+    is_valid: Callable[[Any], bool] = lambda _: True
+    normalize: Callable[[Any], Any] = lambda value: value
+    none: str = ""
+    auto: bool = False
+    among: tuple[str, ...] = ()
 
     def check(self, name: str, value: Any) -> Any:
         """The value of the option ``name``, as the package uses it.
@@ -59,254 +72,207 @@ class Kind:
 
     def convert(self, value: Any) -> Any:
         """The checked value. An error's text goes behind the name; one without gets ``words``."""
-        return value
-
-
-class Flag(Kind):
-    words = "True or False"
-
-    def convert(self, value: Any) -> Any:
-        if not isinstance(value, bool):
-            # A word is no wrong type where "auto" would be right.
-            raise ValueError if self.auto else TypeError
-        return value
-
-
-@dataclass(frozen=True)
-class Count(Kind):
-    """A whole number."""
-
-    least: int | None = 1  # the bounds; None for none
-    most: int | None = None
-    unit: str = ""  # "bytes", say
-
-    @property
-    def words(self) -> str:
-        if self.least is None:
-            return "a whole number"
-        bounds = f"from {self.least} to {self.most}" if self.most else f"of at least {self.least}"
-        return f"a whole number {bounds}" + (f", in {self.unit}" if self.unit else "")
-
-    def convert(self, value: Any) -> Any:
-        if isinstance(value, bool):
+        is_wrong = isinstance(value, bool) and bool not in self.types
+        if is_wrong or not isinstance(value, self.types):
             raise TypeError
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise TypeError from None
-        if self.least is not None and number < self.least:
+        if not self.is_valid(value):
             raise ValueError
-        if self.most is not None and number > self.most:
-            raise ValueError
-        return value
+        return self.normalize(value)
 
 
-class WorkerNumber(Kind):
+def flag(*, auto: bool = False) -> Kind:
+    """True or False."""
+    types = (bool, str) if auto else (bool,)  # a word is no wrong type where "auto" is right
+    return Kind("flag", "True or False", types, lambda value: isinstance(value, bool), auto=auto)
+
+
+def count(
+    least: float = 1,
+    most: float = math.inf,
+    *,
+    none: str = "",
+    auto: bool = False,
+    unit: str = "",
+    note: str = "",
+) -> Kind:
+    """A whole number.
+
+    Args:
+        unit: such as "bytes".
+        note: why it is one number, for instance.
+    """
+    words = f"a whole number of at least {least}" if least > -math.inf else "a whole number"
+    if most < math.inf:
+        words = f"a whole number from {least} to {most}"
+    words += f", in {unit}" * bool(unit) + f" ({note})" * bool(note)
+    return Kind(
+        "count", words, (int, numbers.Integral), lambda value: bool(least <= value <= most),
+        none=none, auto=auto,
+    )  # fmt: skip
+
+
+def workers() -> Kind:
     """A number of workers, or the least and the most in a tuple."""
 
-    words = "a whole number of at least 1, or the least and the most, such as (1, 16)"
-
-    def convert(self, value: Any) -> Any:
-        several: Sequence[Any] = value if is_sequence(value) else (value, value)
-        if len(several) != 2:
+    def normalize(value: Any) -> Any:
+        if not is_sequence(value):
+            return int(count().convert(value))
+        if len(value) != 2:
             raise ValueError
-        for each in several:
-            Count().convert(each)
-        least, most = map(int, several)
+        least, most = (int(count().convert(each)) for each in value)
         if least > most:
             raise ValueError
-        return (least, most) if is_sequence(value) else least
+        return least, most
+
+    words = "a whole number of at least 1, or the least and the most, such as (1, 16)"
+    return Kind("workers", words, normalize=normalize)
 
 
-class FixedNumber(Count):
-    """A number of workers where the load cannot change it."""
-
-    words = "a whole number of at least 1 (a worker host does not scale: start more hosts)"
-
-    def convert(self, value: Any) -> Any:
-        if is_sequence(value):
-            raise ValueError
-        return super().convert(value)
-
-
-@dataclass(frozen=True)
-class Number(Kind):
+def number(
+    *,
+    zero: bool = False,
+    none: str = "",
+    auto: bool = False,
+    noun: str = "a finite number",
+    most: float = 1e300,  # arbitrary: a multiple of it is finite, too
+    form: str = "number",
+) -> Kind:
     """A finite number above 0, or with ``zero`` of at least 0."""
 
-    zero: bool = False
-
-    noun = "a finite number"
-    most = 1e300  # arbitrary: a multiple of it is finite, too
-
-    @property
-    def words(self) -> str:
-        return f"{self.noun} {'of at least' if self.zero else 'above'} 0"
-
-    def convert(self, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError
-        if not value <= self.most:
-            raise ValueError(f"must be {self.words}, and at most {self.most:.0e}; not {value}")
-        if value < 0 or not (value or self.zero):
-            raise ValueError
+    def normalize(value: Any) -> float:
+        if value > most:
+            raise ValueError(f"must be {words}, and at most {most:.0e}; not {value}")
         return float(value)
 
+    words = f"{noun} {'of at least' if zero else 'above'} 0"
+    return Kind(
+        form, words, (float, numbers.Real), lambda value: bool(value > 0 or (zero and value == 0)),
+        normalize, none, auto,
+    )  # fmt: skip
 
-class Seconds(Number):
+
+def seconds(*, zero: bool = False, none: str = "", auto: bool = False) -> Kind:
+    """A time that the operating system can wait for."""
     noun = "a number of seconds"
-    most = LONGEST_WAIT
+    return number(zero=zero, none=none, auto=auto, noun=noun, most=LONGEST_WAIT, form="seconds")
 
 
 #: How long a caller waits for something to end.
-PATIENCE = Seconds(none="no limit", zero=True)
+PATIENCE = seconds(none="no limit", zero=True)
 
 
-class Numbers(Number):
+def named_numbers(*, zero: bool = False, none: str = "") -> Kind:
     """Numbers by name; None for none."""
+    each = number(zero=zero, noun="a dict of numbers")
 
-    noun = "a dict of numbers"
-
-    @property
-    def words(self) -> str:
-        return f"{super().words}, by name"
-
-    def check(self, name: str, value: Any) -> Any:
-        return super().check(name, {} if value is None else value)
-
-    def convert(self, value: Any) -> Any:
-        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+    def normalize(value: Any) -> dict[str, float]:
+        if value is None:
+            return {}
+        if not all(isinstance(name, str) for name in value):
             raise TypeError
         longest = max(map(len, value), default=0)
         if longest > LONGEST_TENANT:
             raise ValueError(f"has a name of {longest} characters; {LONGEST_TENANT} are the most")
-        convert = super().convert
-        return {name: convert(number) for name, number in value.items()}
+        return {name: each.convert(amount) for name, amount in value.items()}
+
+    types = (Mapping, type(None))
+    return Kind("numbers", f"{each.words}, by name", types, normalize=normalize, none=none)
 
 
-@dataclass(frozen=True)
-class Text(Kind):
+def text(pattern: str = ".*", words: str = "a string", *, none: str = "") -> Kind:
     """A string, perhaps of some pattern."""
-
-    pattern: str = ""
-    words: str = "a string"
-
-    def convert(self, value: Any) -> Any:
-        if not isinstance(value, str):
-            raise TypeError
-        if self.pattern and not re.fullmatch(self.pattern, value):
-            raise ValueError
-        return value
+    fits = re.compile(pattern, re.DOTALL).fullmatch
+    return Kind("text", words, (str,), lambda value: fits(value) is not None, none=none)
 
 
 #: The name of a shared pool, which is also that of its files.
-POOL_NAME = Text(
-    pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}",
-    words="a name of 1 to 64 letters, digits, '.', '_' and '-' that starts with a letter or digit",
+POOL_NAME = text(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}",
+    "a name of 1 to 64 letters, digits, '.', '_' and '-' that starts with a letter or digit",
 )
 
 
-@dataclass(frozen=True)
-class Choice(Kind):
+def choice(*among: str, none: str = "") -> Kind:
     """One of several strings."""
+    words = f"one of {', '.join(among)}"
+    return Kind("choice", words, is_valid=among.__contains__, none=none, among=among)
 
-    among: tuple[str, ...] = ()
 
-    @property
-    def words(self) -> str:
-        return f"one of {', '.join(self.among)}"
+def devices(*, none: str, auto: bool) -> Kind:
+    """What CUDA_VISIBLE_DEVICES takes."""
 
-    def convert(self, value: Any) -> Any:
-        if value not in self.among:
+    def normalize(value: Any) -> Any:
+        if not is_sequence(value):
+            raise TypeError(f'must be a list or tuple of devices, "auto" or None; not {value!r}')
+        for device in value:
+            if isinstance(device, bool) or not isinstance(device, (int, str)):
+                raise TypeError
+        if not (len(value) and all(_DEVICE_NAME.fullmatch(str(device)) for device in value)):
             raise ValueError
         return value
 
-
-class Devices(Kind):
     words = 'GPU numbers such as 0,1, strings such as "GPU-1a2b", or cpu'
+    return Kind("devices", words, normalize=normalize, none=none, auto=auto)
 
-    def convert(self, value: Any) -> Any:
+
+def arguments(*, none: str) -> Kind:
+    """Positional arguments for a model."""
+
+    def normalize(value: Any) -> Any:
         if not is_sequence(value):
-            raise TypeError(f'must be a list or tuple of devices, "auto" or None; not {value!r}')
-        if not len(value):
-            raise ValueError("is empty; name a device, or None to leave the choice alone")
-        for device in value:
-            text = (
-                f"has the entry {device!r}, which must be a GPU number such as 0, a string such as "
-                '"0" or "GPU-1a2b", or "cpu"'
-            )
-            if isinstance(device, bool) or not isinstance(device, (int, str)):
-                raise TypeError(text)
-            if not _DEVICE_NAME.fullmatch(str(device)):
-                raise ValueError(text)
-        return value
-
-
-@dataclass(frozen=True)
-class Arguments(Kind):
-    """Arguments for a model: a list or tuple, or with ``named`` a dict."""
-
-    named: bool = False
-
-    @property
-    def words(self) -> str:
-        return "a dict" if self.named else "a list or tuple"
-
-    def convert(self, value: Any) -> Any:
-        if not (isinstance(value, Mapping) if self.named else is_sequence(value)):
             raise TypeError
         return value
 
+    return Kind("arguments", "a list or tuple", normalize=normalize, none=none)
 
-class Function(Kind):
-    """Checked when it is imported."""
 
+def named_arguments(*, none: str) -> Kind:
+    """Arguments by name."""
+    return Kind("arguments", "a dict", (Mapping,), none=none)
+
+
+def function(*, none: str) -> Kind:
+    """An import string is looked at when it is imported."""
     words = 'a function, or an import string "package.module:function"'
+    return Kind("function", words, (str, Callable), none=none)
 
 
-@dataclass(frozen=True)
-class File(Kind):
+def file(*, none: str, exists: bool = False) -> Kind:
     """The path of a file that can be made; with ``exists`` of one that is there."""
 
-    exists: bool = False
-
-    words = "the path of a file"
-
-    def convert(self, value: Any) -> Any:
-        if not isinstance(value, (str, os.PathLike)):
-            raise TypeError
+    def normalize(value: Any) -> Path:
         path = Path(value)
         if not path.parent.is_dir():
             raise ValueError(f"must be in a folder that exists; not in {str(path.parent)!r}")
         if path.is_dir():
             raise ValueError(f"must be the path of a file, and {str(path)!r} is a folder")
-        if self.exists and not path.exists():
+        if exists and not path.exists():
             raise ValueError(f"must be the path of a file that exists; not {str(path)!r}")
         return path
 
+    words = "the path of a file"
+    return Kind("file", words, (str, os.PathLike), normalize=normalize, none=none)
 
-class Strategy(Kind):
+
+def strategy(*, none: str) -> Kind:
     """A word, or an object of Ray's, which Ray itself looks at."""
 
+    def is_valid(value: Any) -> bool:
+        return not isinstance(value, str) or value in ("DEFAULT", "SPREAD")
+
     words = '"DEFAULT", "SPREAD" or an object of Ray\'s'
-
-    def convert(self, value: Any) -> Any:
-        if isinstance(value, str) and value not in ("DEFAULT", "SPREAD"):
-            raise ValueError
-        return value
+    return Kind("strategy", words, is_valid=is_valid, none=none)
 
 
-class Broker(Kind):
+def broker(*, none: str = "") -> Kind:
     """Looked at when it is connected to."""
+    return Kind("broker", "an address of Redis, or a redis.Redis client", none=none)
 
-    words = "an address of Redis, or a redis.Redis client"
 
-
-class Secret(Kind):
+def secret(*, none: str) -> Kind:
     """A string or bytes, long enough to sign with. It is never part of a message."""
 
-    words = f"a string of at least {_SHORTEST_SECRET} bytes"
-
-    def convert(self, value: Any) -> Any:
+    def normalize(value: Any) -> Any:
         if not isinstance(value, (str, bytes)):
             raise TypeError("must be a string or bytes")
         length = len(value.encode() if isinstance(value, str) else value)
@@ -317,19 +283,21 @@ class Secret(Kind):
             )
         return value
 
+    words = f"a string of at least {_SHORTEST_SECRET} bytes"
+    return Kind("text", words, normalize=normalize, none=none)
 
-class ErrorTypes(Kind):
+
+def error_types() -> Kind:
     """Classes of exceptions."""
 
-    words = "a tuple or list of exception classes"
-
-    def convert(self, value: Any) -> Any:
-        if not isinstance(value, (tuple, list)):
-            raise TypeError
+    def normalize(value: Any) -> Any:
         for kind in value:
             if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-                raise TypeError(f"must be {self.words}; {kind!r} is none")
+                raise TypeError(f"must be {words}; {kind!r} is none")
         return value
+
+    words = "a tuple or list of exception classes"
+    return Kind("text", words, (tuple, list), normalize=normalize)
 
 
 @dataclass(frozen=True)
@@ -378,9 +346,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for each in options_of(type(self)):
-            value = getattr(self, each.name)
-            if value is not each.default or value is None:
-                object.__setattr__(self, each.name, each.kind.check(each.name, value))
+            value = each.kind.check(each.name, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
 
     @classmethod
     def select(cls, given: Options | Mapping[str, Any], **changes: Any) -> Self:

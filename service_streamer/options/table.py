@@ -13,29 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from . import kinds
 from .checks import Device, Workers, device_names, worker_range
-from .kinds import (
-    POOL_NAME,
-    Arguments,
-    Broker,
-    Choice,
-    Count,
-    Devices,
-    ErrorTypes,
-    File,
-    FixedNumber,
-    Flag,
-    Function,
-    Number,
-    Numbers,
-    Options,
-    Seconds,
-    Secret,
-    Strategy,
-    Text,
-    WorkerNumber,
-    option,
-)
+from .kinds import POOL_NAME, Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +23,7 @@ class PendingOptions(Options):
     """How many calls may wait."""
 
     max_pending: int | None = option(
-        None, Count(none="no bound"),
+        None, kinds.count(none="no bound"),
         "Upper bound on the items that wait; calls beyond it fail at once with Overloaded.",
         "Of each call at most two full batches count: others overtake the rest. Set it in a web "
         "service.",
@@ -55,17 +35,17 @@ class BatchingOptions(Options):
     """How calls are batched."""
 
     batch_size: int = option(
-        64, Count(), "Upper bound on the items of a batch.",
+        64, kinds.count(), "Upper bound on the items of a batch.",
         "Rarely set. Lower it if the model is slower with large batches than with medium ones.",
     )  # fmt: skip
     max_latency: float = option(
-        0.1, Seconds(zero=True),
+        0.1, kinds.seconds(zero=True),
         "Upper bound on the time that an item waits for other items while a worker is free, in "
         "seconds.",
         "Rarely set: whether waiting pays is learned, and a lone caller never waits.",
     )  # fmt: skip
     max_batch_cost: float | None = option(
-        None, Number(none="no bound"), "Upper bound on items × longest item.",
+        None, kinds.number(none="no bound"), "Upper bound on items × longest item.",
         "It bounds the memory of a batch. An item beyond it is computed alone.",
         shown="no bound",
     )  # fmt: skip
@@ -76,7 +56,7 @@ class LengthOptions(Options):
     """What an item costs."""
 
     length: Callable[[Any], float] | str | None = option(
-        None, Function(none="that of the model's class"),
+        None, kinds.function(none="that of the model's class"),
         "Function that returns the cost of an item, in any unit, or where to import it: "
         '"package.module:function".',
         "Items of similar cost share a batch. It is called in the process of the caller, for each "
@@ -90,7 +70,7 @@ class HangOptions(Options):
     """How long a worker may take."""
 
     batch_timeout: float | Literal["auto"] | None = option(
-        "auto", Seconds(none="no limit", auto=True),
+        "auto", kinds.seconds(none="no limit", auto=True),
         "How long a worker may compute one batch, in seconds; then it is killed and replaced.",
         '"auto" allows 60 s, twice the timeout of the calls in the batch, or ten times the longest '
         "batch so far, whichever is most. It allows at least 600 s for calls without a timeout and "
@@ -98,7 +78,7 @@ class HangOptions(Options):
         "have a timeout.",
     )  # fmt: skip
     start_timeout: float | Literal["auto"] | None = option(
-        "auto", Seconds(none="no limit", auto=True),
+        "auto", kinds.seconds(none="no limit", auto=True),
         "How long a worker may load its model, in seconds; then it is killed and replaced.",
         '"auto" allows one hour, and later ten times as long as loading took, but at least 600 s.',
     )  # fmt: skip
@@ -109,7 +89,7 @@ class ScaleOptions(Options):
     """How many workers there are."""
 
     worker_num: Workers = option(
-        1, WorkerNumber(),
+        1, kinds.workers(),
         "Number of workers, which are processes that hold the model; or the least and the most.",
         "With (1, 16) the streamer starts workers while calls wait longer than 50 ms and than two "
         "full batches take, and ends them when the load has been low for some time. Processor "
@@ -132,7 +112,7 @@ class PlacementOptions(Options):
     """Where workers are, and what they may use there."""
 
     cuda_devices: Sequence[Device] | Literal["auto"] | None = option(
-        None, Devices(none="leave the devices alone", auto=True),
+        None, kinds.devices(none="leave the devices alone", auto=True),
         "Devices of the workers in turn: GPU numbers, strings, UUIDs or cpu.",
         "A worker sees its device only. GPUs are numbered as in the process that starts the "
         "workers: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1. A worker whose GPU is missing "
@@ -140,20 +120,20 @@ class PlacementOptions(Options):
         "worker sees all GPUs, and most models use the first.",
     )  # fmt: skip
     devices_per_worker: int = option(
-        1, Count(), "Number of devices that each worker gets.",
+        1, kinds.count(), "Number of devices that each worker gets.",
         "For a model that is larger than one GPU. It must divide the number of devices. With 2 and "
         "cuda_devices=(0, 1, 2, 3) there are places for two workers, and the first sees GPUs 0 and "
         "1. A model of your own spreads itself over them.",
     )  # fmt: skip
     cpu_threads: int | Literal["auto"] | None = option(
-        "auto", Count(none="no change", auto=True),
+        "auto", kinds.count(none="no change", auto=True),
         "Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS, torch, "
         "tokenizers).",
         '"auto" divides the cores among the workers and respects variables that you set. 1 is best '
         "on cores that other programs use too.",
     )  # fmt: skip
     preprocess_workers: int = option(
-        0, Count(least=0),
+        0, kinds.count(least=0),
         "Number of processes of each worker that run the model's preprocess; 0 runs it in the "
         "worker itself.",
         "For slow Python code, such as the decoding of images. Each batch is split among them. The "
@@ -186,25 +166,25 @@ class WorkerOptions(PlacementOptions, ScaleOptions):
     """How worker processes are placed and started."""
 
     model_init_args: Sequence[Any] | None = option(
-        None, Arguments(none="none"), "Positional arguments of init_model."
+        None, kinds.arguments(none="none"), "Positional arguments of init_model."
     )
     model_init_kwargs: Mapping[str, Any] | None = option(
-        None, Arguments(none="none", named=True), "Keyword arguments of init_model."
+        None, kinds.named_arguments(none="none"), "Keyword arguments of init_model."
     )
     mp_start_method: str = option(
-        "spawn", Choice(among=("spawn", "fork", "forkserver")), "How worker processes are started.",
+        "spawn", kinds.choice("spawn", "fork", "forkserver"), "How worker processes are started.",
         'With "fork" nothing needs to be picklable. But CUDA and threads must not have been used '
         "before, a worker that is started again may inherit a lock that is never released if no "
         'start_timeout is set, and gevent is refused. With "forkserver" the main module is '
         "imported before the worker's environment is set.",
     )  # fmt: skip
     shared_memory_limit: int | None = option(
-        None, Count(least=0, none="a quarter of the machine's memory", unit="bytes"),
+        None, kinds.count(least=0, none="a quarter of the machine's memory", unit="bytes"),
         "Upper bound on the shared memory for large items and results, in bytes.",
         "With 0, and beyond the bound, they go through a pipe, which is slower.",
     )  # fmt: skip
     wait_for_worker_ready: bool = option(
-        False, Flag(),
+        False, kinds.flag(),
         "Whether the constructor returns only when every worker has loaded its model.",
     )  # fmt: skip
 
@@ -214,18 +194,18 @@ class SharingOptions(Options):
     """Whether the same item is computed once for several callers."""
 
     deduplicate: bool = option(
-        False, Flag(),
+        False, kinds.flag(),
         "Whether identical items that are in flight at the same time are computed once.",
         "Items are identical if they pickle to the same bytes. For models whose result depends on "
         "the item only.",
     )  # fmt: skip
     cache_size: int = option(
-        0, Count(least=0), "Number of items whose results are kept for later callers.",
+        0, kinds.count(least=0), "Number of items whose results are kept for later callers.",
         "More than 0 includes deduplicate, and needs the package cachetools. Beyond it the results "
         "that were not used for longest are dropped.",
     )  # fmt: skip
     cache_ttl: float | None = option(
-        None, Seconds(none="no limit"), "How long results are kept, in seconds.",
+        None, kinds.seconds(none="no limit"), "How long results are kept, in seconds.",
         shown="while there is room",
     )  # fmt: skip
 
@@ -244,13 +224,14 @@ class CallerOptions(Options):
     """What holds for the calls of a process."""
 
     worker_timeout: float | None = option(
-        20.0, Seconds(none="no limit"),
+        20.0, kinds.seconds(none="no limit"),
         "How long predict and apredict wait for results, in seconds.",
         "The variable service_streamer.service_streamer.WORKER_TIMEOUT sets the default of all "
         "streamers.",
     )  # fmt: skip
     trace: Path | None = option(
-        None, File(none="no trace"), "File that records when calls arrive, for the simulator.",
+        None, kinds.file(none="no trace"),
+        "File that records when calls arrive, for the simulator.",
         "It has the time, the number of items and the lengths of each call, not the items. With "
         "several web processes put {pid} into the name.",
     )  # fmt: skip
@@ -267,12 +248,12 @@ class HostPoolOptions(Options):
         "processes need the same model, code and options.",
     )  # fmt: skip
     linger: float = option(
-        10.0, Seconds(zero=True),
+        10.0, kinds.seconds(zero=True),
         "How long the pool stays after its last process has left, in seconds.",
         "The longest of what the processes ask for. For shared only.",
     )  # fmt: skip
     pool_log: Path | None = option(
-        None, File(none="NAME.log in the pool's directory"),
+        None, kinds.file(none="NAME.log in the pool's directory"),
         "File to which the pool appends its log, and what its workers print.",
         "If it is renamed or removed, the pool begins a new one; running workers print into the "
         "old one. That of the process that starts the pool counts. For shared only.",
@@ -293,22 +274,22 @@ class StreamerOptions(
     """All options of ``Streamer``, and so of ``ThreadedStreamer``."""
 
     tenant_weights: Mapping[str, float] = option(
-        None, Numbers(), "Relative weight per tenant (default 1).",
+        None, kinds.named_numbers(), "Relative weight per tenant (default 1).",
         'With {"paying": 3} that tenant gets three times the share of another one while both have '
         "calls that wait.",
     )  # fmt: skip
     retry: bool = option(
-        True, Flag(), "Whether an item may be computed twice.",
+        True, kinds.flag(), "Whether an item may be computed twice.",
         "Set it to False for models with side effects. Then all items of a lost batch fail.",
     )  # fmt: skip
     max_attempts: int = option(
-        3, Count(), "Worker crashes that an item may be involved in before it fails.",
+        3, kinds.count(), "Worker crashes that an item may be involved in before it fails.",
         "An item that crashed a worker while it was alone in the batch is to blame. The other "
         "items of a batch fail only if so many items crash workers that the search for them was "
         "ended.",
     )  # fmt: skip
     isolate_errors: bool = option(
-        True, Flag(),
+        True, kinds.flag(),
         "Whether a batch on which the model raises is run again in smaller parts, to find the "
         "items that it raises on.",
         "If not, all calls of such a batch fail with SharedBatchError.",
@@ -320,21 +301,22 @@ class ResourceOptions(Options):
     """What each worker asks a Ray cluster for."""
 
     num_gpus: float = option(
-        1.0, Number(zero=True), "GPUs of each worker; 0 for a model on the CPU, 0.5 for half of "
-        "one.", "Ray gives each worker GPUs of its own, and the worker sees no others.",
+        1.0, kinds.number(zero=True),
+        "GPUs of each worker; 0 for a model on the CPU, 0.5 for half of one.",
+        "Ray gives each worker GPUs of its own, and the worker sees no others.",
     )  # fmt: skip
     num_cpus: float = option(
-        1.0, Number(zero=True), "Cores that each worker holds of its node.",
+        1.0, kinds.number(zero=True), "Cores that each worker holds of its node.",
         "Ray counts them, and sets the threads of numeric libraries by them. It does not bind the "
         "worker to them.",
     )  # fmt: skip
     resources: Mapping[str, float] | None = option(
         None,
-        Numbers(none="no others", zero=True),
+        kinds.named_numbers(none="no others", zero=True),
         "Other resources that each worker holds, by name.",
     )
     runtime_env: Mapping[str, Any] | None = option(
-        None, Arguments(none="that of this process", named=True),
+        None, kinds.named_arguments(none="that of this process"),
         "What Ray brings to the node before the worker starts, such as packages.",
         '{"working_dir": "."} brings the modules of the folder. It is Ray\'s runtime_env. It holds '
         "for the whole process if this connects to Ray; if the process is connected already, Ray "
@@ -342,10 +324,16 @@ class ResourceOptions(Options):
         shown="nothing",
     )  # fmt: skip
     scheduling_strategy: Any = option(
-        None, Strategy(none="that of Ray: fill a node, then the next"),
+        None, kinds.strategy(none="that of Ray: fill a node, then the next"),
         'Which node a worker goes to: "SPREAD", or an object of Ray\'s, such as a '
         "PlacementGroupSchedulingStrategy.",
     )  # fmt: skip
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """All that a worker holds, by the names that Ray gives to it."""
+        named = {"CPU": self.num_cpus, "GPU": self.num_gpus, **(self.resources or {})}
+        return {name: amount for name, amount in named.items() if amount}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +341,7 @@ class RayStreamerOptions(ResourceOptions, StreamerOptions):
     """All options of ``RayStreamer``."""
 
     address: str | None = option(
-        None, Text(none="the cluster that runs here"), "Address of the Ray cluster.",
+        None, kinds.text(none="the cluster that runs here"), "Address of the Ray cluster.",
         "Without it: the cluster that this process is connected to, else the one that RAY_ADDRESS "
         "names or that runs on this machine, else a new one on this machine.",
     )  # fmt: skip
@@ -364,17 +352,17 @@ class RedisOptions(Options):
     """Which Redis, and which model there."""
 
     redis_broker: Any = option(
-        "localhost:6379", Broker(),
+        "localhost:6379", kinds.broker(),
         "Address of Redis: host:port or a redis://, rediss:// or unix:// URL.",
         "Or a redis.Redis client, whose connections are used.",
         is_private=True,
     )  # fmt: skip
     prefix: str = option(
-        "", Text(pattern=r"[^{}\0]*", words="a string without braces and zero bytes"),
+        "", kinds.text(pattern=r"[^{}\0]*", words="a string without braces and zero bytes"),
         "Name that keeps the models on one Redis apart; the same on all sides.",
     )  # fmt: skip
     secret: str | bytes | None = option(
-        None, Secret(none="unsigned messages"),
+        None, kinds.secret(none="unsigned messages"),
         "Key that signs messages in Redis, at least 16 bytes; the same on all sides.",
         is_private=True,
     )  # fmt: skip
@@ -385,21 +373,23 @@ class BrokerOptions(RedisOptions):
     """What clients and worker hosts do with Redis."""
 
     serializer: Literal["msgpack", "pickle"] = option(
-        "msgpack", Choice(among=("msgpack", "pickle")),
+        "msgpack", kinds.choice("msgpack", "pickle"),
         "Format of items and results in Redis; the same on all sides.",
         '"msgpack" takes plain data, arrays and tensors. "pickle" takes any object, and needs a '
         "secret.",
     )  # fmt: skip
     error_types: Sequence[type[BaseException]] = option(
-        (), ErrorTypes(), "Exceptions of models that are raised here as themselves, besides the "
-        "built-in ones.",
+        (), kinds.error_types(),
+        "Exceptions of models that are raised here as themselves, besides the built-in ones.",
         'Others become ModelError, which names them. With "pickle" it is not needed.',
     )  # fmt: skip
     max_message_bytes: int = option(
-        32 << 20, Count(least=1024), "Upper bound on the bytes of one call, or of its results."
+        32 << 20,
+        kinds.count(least=1024),
+        "Upper bound on the bytes of one call, or of its results.",
     )
     reply_ttl: float = option(
-        120.0, Seconds(),
+        120.0, kinds.seconds(),
         "How long replies are kept for a client that cannot fetch them, in seconds.",
     )  # fmt: skip
 
@@ -417,18 +407,19 @@ class RedisStreamerOptions(BrokerOptions, CallerOptions, SharingOptions, Pending
     """All options of ``RedisStreamer``."""
 
     max_pending: int = option(
-        100_000, Count(), "Upper bound on the calls of one prefix that wait or are computed; calls "
-        "beyond it fail with Overloaded.",
+        100_000, kinds.count(),
+        "Upper bound on the calls of one prefix that wait or are computed; calls beyond it fail "
+        "with Overloaded.",
         "It counts the calls of all clients. Each client has its own bound.",
     )  # fmt: skip
     answer_timeout: float | None = option(
-        600.0, Seconds(none="no limit"),
+        600.0, kinds.seconds(none="no limit"),
         "How long a call without a timeout may make no progress, in seconds.",
         "It fails then. In the queue, each call that hosts claim before it is progress. Once a "
         "host has claimed it, only its answer and its outputs are.",
     )  # fmt: skip
     drain_timeout: float | None = option(
-        60.0, Seconds(none="no limit"),
+        60.0, kinds.seconds(none="no limit"),
         "How long close waits for open calls that make no progress, in seconds.",
         "Then the open calls fail with StreamerClosed.",
     )  # fmt: skip
@@ -439,14 +430,15 @@ class RedisWorkerOptions(BrokerOptions, StreamerOptions):
     """All options of ``RedisWorker``."""
 
     claim_timeout: float = option(
-        5.0, Seconds(),
+        5.0, kinds.seconds(),
         "Silence of a worker host after which other hosts take over its calls, in seconds.",
         "They look every third of it, so it takes at most four thirds.",
     )  # fmt: skip
     model_name: str | None = option(
-        None, Text(none="that of its class or function"),
+        None, kinds.text(none="that of its class or function"),
         "Name by which the hosts of a prefix know that they serve the same model.",
     )  # fmt: skip
     worker_num: int = option(
-        1, FixedNumber(), "Number of workers, which are processes that hold the model."
-    )
+        1, kinds.count(note="a worker host does not scale: start more hosts"),
+        "Number of workers, which are processes that hold the model.",
+    )  # fmt: skip

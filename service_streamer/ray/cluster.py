@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray as _ray
 import ray.exceptions as _errors  # which a mere folder of the name ray has not
@@ -37,37 +37,6 @@ _GROUPS = {"control": 6, "intake": 1}
 
 #: What comes of a call: its result, or what was raised instead.
 Done = Callable[[Any, BaseException | None], None]
-
-
-class WorkerResources(NamedTuple):
-    """What each worker asks the cluster for; as the options of an actor.
-
-    Attributes:
-        num_cpus, num_gpus: how many it holds for as long as it lives.
-        resources: others, by name.
-        scheduling_strategy: which node it goes to.
-    """
-
-    num_cpus: float
-    num_gpus: float
-    resources: Mapping[str, float]
-    scheduling_strategy: Any
-
-    @classmethod
-    def of(cls, options: ResourceOptions) -> WorkerResources:
-        """What the options say."""
-        return cls(
-            options.num_cpus,
-            options.num_gpus,
-            options.resources or {},
-            options.scheduling_strategy,
-        )
-
-    @property
-    def amounts(self) -> dict[str, float]:
-        """All that it holds, by the names that Ray gives to it."""
-        named = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
-        return {name: amount for name, amount in named.items() if amount}
 
 
 class LeftCluster(RuntimeError):
@@ -125,7 +94,7 @@ class Cluster:
             )
         self._session = _session()
 
-    def workers(self, request: WorkerResources) -> Callable[[Any, Any], Actor]:
+    def workers(self, request: ResourceOptions) -> Callable[[Any, Any], Actor]:
         """How to ask for an actor, which is there when Ray has found a place for it.
 
         Args:
@@ -142,7 +111,7 @@ class Cluster:
         options: dict[str, Any] = {
             "num_cpus": request.num_cpus,
             "num_gpus": request.num_gpus,
-            "resources": {**request.resources} or None,
+            "resources": {**(request.resources or {})} or None,
             # Retries are the engine's: Ray would compute again what has killed the actor.
             "max_restarts": 0,
             "max_task_retries": 0,

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..options.table import RayStreamerOptions
 from ..pool.pool_memory import PoolMemory, in_message
-from .cluster import Cluster, WorkerResources
+from .cluster import Cluster
 from .known_actor import KnownActor
 from .ray_transport import RayTransport
 
@@ -24,7 +24,7 @@ def pool_transport(
     """
     address = otherwise if options.address is None else options.address
     cluster = Cluster(address, options.runtime_env)
-    return PooledRayTransport(cluster, spec, WorkerResources.of(options))
+    return PooledRayTransport(cluster, spec, options)
 
 
 class PooledRayTransport(RayTransport):

@@ -14,7 +14,7 @@ from ..options.kinds import documented
 from ..options.table import RayStreamerOptions, StreamerOptions
 from ..streamer import ScaledStreamer
 from ..workers.model_spec import ModelSpec
-from .cluster import Cluster, WorkerResources, connected_address
+from .cluster import Cluster, connected_address
 from .ray_transport import RayByValue, RayTransport
 
 _Timeout = float | Literal["auto"] | None
@@ -104,4 +104,4 @@ class RayStreamer(ScaledStreamer):
 def _make_transport(spec: ModelSpec, options: StreamerOptions) -> RayTransport:
     assert isinstance(options, RayStreamerOptions)
     cluster = Cluster(options.address, options.runtime_env)
-    return RayTransport(cluster, spec, WorkerResources.of(options))
+    return RayTransport(cluster, spec, options)

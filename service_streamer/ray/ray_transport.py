@@ -31,6 +31,7 @@ from ..gpu.accelerators import allocator_variables
 from ..gpu.places import UNPLACED
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
+from ..options.table import ResourceOptions
 from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
 from ..workers.codec import ByValue, Codec, encode_spec
@@ -38,7 +39,7 @@ from ..workers.model_spec import ModelSpec
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerTransport, WorkerWaits
 from ..workers.worker_main import Boot
-from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
+from .cluster import Actor, Cluster, LeftCluster, verdict
 from .frames import RayStore, frame
 from .known_actor import KnownActor
 from .losses import Verdict
@@ -67,7 +68,7 @@ class RayTransport(WorkerTransport[KnownActor]):
         self,
         cluster: Cluster,
         spec: ModelSpec | bytes,
-        request: WorkerResources,
+        request: ResourceOptions,
     ) -> None:
         super().__init__()
         self._cluster = cluster

@@ -393,7 +393,7 @@ def _read_headers(headers: Any) -> CallOptions:
     if headers == {}:  # nearly all calls
         return ORDINARY
     try:
-        return CallOptions.checked(**headers)
+        return CallOptions(**headers).checked()
     except (TypeError, ValueError):
         raise BadMessage("its headers are malformed") from None
 

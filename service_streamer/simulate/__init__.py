@@ -29,8 +29,9 @@ from ..batching.call_queue import Decision
 from ..engine.fleet import Fleet
 from ..errors import WorkerLost
 from ..observe.record import BatchRecord, BatchReport, Call, Reason
+from ..options import kinds
 from ..options.checks import Workers, worker_range
-from ..options.kinds import PATIENCE, Count, Number, Seconds, WorkerNumber
+from ..options.kinds import PATIENCE
 from ..options.table import StreamerOptions
 from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure, WorkerReady
@@ -149,15 +150,15 @@ def simulate(
     Raises:
         TypeError, ValueError: a value is out of range.
     """
-    bounds = worker_range(WorkerNumber().check("workers", workers))
-    start_duration = Seconds(zero=True).check("start_duration", start_duration)
+    bounds = worker_range(kinds.workers().check("workers", workers))
+    start_duration = kinds.seconds(zero=True).check("start_duration", start_duration)
     phases = load.phases if isinstance(load, Phases) else ((math.inf, load),)
     until, last = phases[-1]
     if requests is not None:
-        Count().check("requests", requests)
+        kinds.count().check("requests", requests)
     elif seconds is None and until == math.inf and not isinstance(last, Replay):
         requests = 20_000
-    Number(none="no bound").check("seconds", seconds)
+    kinds.number(none="no bound").check("seconds", seconds)
     if not 0 <= warm_up < 1:
         raise ValueError(f"warm_up must be a share of at least 0 and below 1; not {warm_up!r}")
     PATIENCE.check("fixed_wait", fixed_wait)

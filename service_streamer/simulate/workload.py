@@ -14,11 +14,12 @@ from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
 from ..observe.record import ORDINARY, CallOptions
-from ..options.kinds import Count, Kind, Number, Text
+from ..options import kinds
+from ..options.kinds import Kind
 
-_COUNT = Count()
-_ABOVE_0 = Number()
-_AT_LEAST_0 = Number(zero=True)
+_COUNT = kinds.count()
+_ABOVE_0 = kinds.number()
+_AT_LEAST_0 = kinds.number(zero=True)
 
 
 def _check_fields(record: Any, **kinds: Kind) -> None:
@@ -191,8 +192,8 @@ def _arrival(found: Any) -> Arrival:
         if not isinstance(lengths, list) or len(lengths) != items:
             raise ValueError(f'"lengths" must be a list of {items}, one for each item')
         lengths = [_AT_LEAST_0.check('"lengths"', length) for length in lengths]
-    priority = Count(least=None).check('"priority"', found.get("priority", 0))
-    tenant = Text().check('"tenant"', found.get("tenant", ""))
+    priority = kinds.count(least=-math.inf).check('"priority"', found.get("priority", 0))
+    tenant = kinds.text().check('"tenant"', found.get("tenant", ""))
     options = CallOptions(priority, tenant) if priority or tenant else ORDINARY
     return Arrival(_AT_LEAST_0.check('"at"', found.get("at")), items, lengths, options)
 

@@ -17,7 +17,20 @@ from click.core import ParameterSource
 
 from ...options.checks import IMPORT_STRING
 from ...options.kinds import Option, Options, options_of
-from ..command_options import ServeOptions, SimulateOptions, WorkerCommandOptions
+from ...options.table import (
+    BatchingOptions,
+    HangOptions,
+    LengthOptions,
+    PlacementOptions,
+    ResourceOptions,
+    ScaleOptions,
+)
+from ..command_options import (
+    PipelineOptions,
+    ServeOptions,
+    SimulateOptions,
+    WorkerCommandOptions,
+)
 from .config import SERVE, read_defaults, tables_of
 from .written import Written
 
@@ -43,14 +56,27 @@ _VARIABLES = {(WORKER, "port"): "SERVICE_STREAMER_WORKER_PORT"}
 #: them is looked at with its own options, so the common ones may have no effect on some.
 CONFIG, SEVERAL = "service_streamer.config", "service_streamer.several"
 
-_OF_PIPELINES = (
-    "task", "dtype", "attention", "quantization", "compile", "max_batch_tokens",
-    "max_batch_seconds",
-)  # fmt: skip
+
+def _names(*groups: type[Options], without: Iterable[str] = ()) -> tuple[str, ...]:
+    """The options of some groups, by the names that click has."""
+    found = [parameter_of(each) for group in groups for each in options_of(group)]
+    return tuple(name for name in found if name not in without)
+
+
+def flag_of(option: Option) -> str:
+    """The name of an option on the command line and in TOML files, without dashes in front."""
+    return _FLAGS.get(option.name, option.name.replace("_", "-"))
+
+
+def parameter_of(option: Option) -> str:
+    """The name that click has for an option."""
+    return flag_of(option).replace("-", "_")
+
+
+_OF_PIPELINES = _names(PipelineOptions, without=("model", "revision"))
 _OF_HOSTS = (
     *_OF_PIPELINES, "revision",
-    "workers", "devices", "devices_per_worker", "cpu_threads", "preprocess_workers",
-    "batch_size", "max_latency", "length", "max_batch_cost", "batch_timeout", "start_timeout",
+    *_names(ScaleOptions, PlacementOptions, BatchingOptions, LengthOptions, HangOptions),
 )  # fmt: skip
 
 
@@ -85,15 +111,12 @@ _RULES = (
         "without --redis; leave it out, or name a Redis",
     ),
     _Rule(
-        (SERVE,), ("devices", "devices_per_worker", "cpu_threads", "preprocess_workers"),
+        (SERVE,), _names(PlacementOptions),
         lambda options: options.ray is not None,
         "with --ray, which gives each worker what it asks for; use --ray-num-gpus",
     ),
     _Rule(
-        (SERVE,), (
-            "ray_num_gpus", "ray_num_cpus", "ray_resources", "ray_runtime_env",
-            "ray_scheduling_strategy",
-        ),
+        (SERVE,), _names(ResourceOptions),
         lambda options: options.ray is None, "without --ray; leave it out, or add --ray",
     ),
     _Rule(
@@ -177,16 +200,6 @@ Command = Callable[..., Any]
 
 #: No default to show: the option is off.
 _NOTHING: tuple[Any, ...] = (None, False, "", b"", ())
-
-
-def flag_of(option: Option) -> str:
-    """The name of an option on the command line and in TOML files, without dashes in front."""
-    return _FLAGS.get(option.name, option.name.replace("_", "-"))
-
-
-def parameter_of(option: Option) -> str:
-    """The name that click has for an option."""
-    return flag_of(option).replace("-", "_")
 
 
 def _read_config(context: click.Context, _: Any, path: Path | None) -> None:

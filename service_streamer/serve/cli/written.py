@@ -10,26 +10,10 @@ from typing import Any, NamedTuple
 
 import click
 
-from ...options.kinds import (
-    Arguments,
-    Broker,
-    Choice,
-    Count,
-    Devices,
-    File,
-    FixedNumber,
-    Flag,
-    Function,
-    Kind,
-    Number,
-    Numbers,
-    Option,
-    Seconds,
-    Strategy,
-    WorkerNumber,
-)
-from ..command_options import ANY_CLUSTER, BurstLoad, LoadPhases, MeanLength, RayAddress
-from ..http.web_options import Header, HostName, Origin, Several, Size
+from ...options import kinds
+from ...options.kinds import Option
+from ..command_options import ANY_CLUSTER
+from ..http.web_options import Several
 
 _DURATION = re.compile(r"\s*([^a-z\s]+(?:e[+-]?\d+)?)\s*(s|ms|us|)\s*")
 _UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -39,15 +23,12 @@ _BURSTS = re.compile(r"(\d+)/(.+)")
 _LENGTHS = re.compile(r"([\d.]+)(?::([\d.]+))?")
 
 
-# How a text is read. What is no text comes from a file, and is a value already.
+# How a text is read.
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, str) else value
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value
+def _text(read: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """What is no text comes from a file, and is a value already."""
+    return lambda value: read(value) if isinstance(value, str) else value
 
 
 def _seconds(value: Any) -> Any:
@@ -57,7 +38,7 @@ def _seconds(value: Any) -> Any:
 
 def _workers(value: Any) -> Any:
     match = _RANGE.fullmatch(value) if isinstance(value, str) else None
-    return _whole(value) if match is None else (int(match[1]), int(match[2]))
+    return _text(int)(value) if match is None else (int(match[1]), int(match[2]))
 
 
 def _size(value: Any) -> int:
@@ -84,15 +65,11 @@ def _devices(value: Any) -> Any:
     return tuple(int(name) if name.isdecimal() else name for name in names)
 
 
-def _json(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
-
-
 def _bursts(value: Any) -> tuple[int, float]:
     match = _BURSTS.fullmatch(str(value))
     if match is None or not int(match[1]):
         raise ValueError
-    return int(match[1]), Seconds().check("", _seconds(match[2]))
+    return int(match[1]), kinds.seconds().check("", _seconds(match[2]))
 
 
 def _mean_length(value: Any) -> tuple[float, float]:
@@ -105,7 +82,7 @@ def _mean_length(value: Any) -> tuple[float, float]:
 def _phases(value: Any) -> tuple[tuple[float, float], ...]:
     parts = [part.partition(":") for part in str(value).split(",")]
     return tuple(
-        (Number().check("", float(load)), Seconds().check("", _seconds(last)))
+        (kinds.number().check("", float(load)), kinds.seconds().check("", _seconds(last)))
         for load, _, last in parts
     )
 
@@ -128,34 +105,38 @@ class WrittenForm(NamedTuple):
 
 _NUMBER: tuple[type, ...] = (float, int, str)
 
-_FORMS: dict[type[Kind], WrittenForm] = {
-    Flag: WrittenForm("", (bool,)),
-    FixedNumber: WrittenForm("INTEGER", (int, str), _whole),
-    Count: WrittenForm("INTEGER", (int, str), _whole),
-    WorkerNumber: WrittenForm(
+#: By the form of a kind.
+_FORMS: dict[str, WrittenForm] = {
+    "flag": WrittenForm("", (bool,)),
+    "count": WrittenForm("INTEGER", (int, str), _text(int)),
+    "workers": WrittenForm(
         "N|LEAST:MOST", (int, str), _workers,
         "a whole number of at least 1, or the least and the most, such as 1:16",
     ),
-    Seconds: WrittenForm("SECONDS", _NUMBER, _seconds),
-    Number: WrittenForm("NUMBER", _NUMBER, _number),
-    Numbers: WrittenForm(
+    "seconds": WrittenForm("SECONDS", _NUMBER, _seconds),
+    "number": WrittenForm("NUMBER", _NUMBER, _text(float)),
+    "numbers": WrittenForm(
         "NAME=NUMBER,...", read=_amounts,
         words="names with numbers, such as disk=1,accelerator_type:A100=0.001",
     ),
-    Strategy: WrittenForm("[DEFAULT|SPREAD]", words="DEFAULT or SPREAD"),
-    Broker: WrittenForm("URL"),
-    RayAddress: WrittenForm("[ADDRESS]"),
-    Size: WrittenForm("SIZE", (str, int), _size),
-    Devices: WrittenForm("DEVICES", (str, int, list), _devices),
-    Arguments: WrittenForm("JSON", read=_json, words="""JSON such as '{"working_dir": "."}'"""),
-    Function: WrittenForm("MODULE:FUNCTION"),
-    File: WrittenForm("FILE"),
-    Header: WrittenForm("NAME"),
-    HostName: WrittenForm("HOST"),
-    Origin: WrittenForm("ORIGIN"),
-    BurstLoad: WrittenForm("N/SECONDS", read=_bursts),
-    MeanLength: WrittenForm("MEAN[:SIGMA]", read=_mean_length),
-    LoadPhases: WrittenForm("LOAD:SECONDS,...", read=_phases),
+    "text": WrittenForm(),
+    "choice": WrittenForm(),
+    "strategy": WrittenForm("[DEFAULT|SPREAD]", words="DEFAULT or SPREAD"),
+    "broker": WrittenForm("URL"),
+    "ray": WrittenForm("[ADDRESS]"),
+    "size": WrittenForm("SIZE", (str, int), _size),
+    "devices": WrittenForm("DEVICES", (str, int, list), _devices),
+    "arguments": WrittenForm(
+        "JSON", read=_text(json.loads), words="""JSON such as '{"working_dir": "."}'"""
+    ),
+    "function": WrittenForm("MODULE:FUNCTION"),
+    "file": WrittenForm("FILE"),
+    "header": WrittenForm("NAME"),
+    "host": WrittenForm("HOST"),
+    "origin": WrittenForm("ORIGIN"),
+    "bursts": WrittenForm("N/SECONDS", read=_bursts),
+    "mean": WrittenForm("MEAN[:SIGMA]", read=_mean_length),
+    "phases": WrittenForm("LOAD:SECONDS,...", read=_phases),
 }  # fmt: skip
 
 
@@ -172,17 +153,17 @@ class Written(click.ParamType[Any]):
 
     def __init__(self, option: Option) -> None:
         kind = option.kind
-        self.is_flag = isinstance(kind, Flag)
+        self.is_flag = kind.form == "flag"
         self.is_repeated = isinstance(kind, Several)
-        self.bare = ANY_CLUSTER if isinstance(kind, RayAddress) else None
+        self.bare = ANY_CLUSTER if kind.form == "ray" else None
         if isinstance(kind, Several):
             kind = kind.each
         if option.default is None:  # to say that, the option is left out
             kind = replace(kind, none="")
-        form = _FORMS.get(type(kind), WrittenForm())
+        form = _FORMS[kind.form]
         self._kind, self._read = kind, form.read
         self.toml = form.toml
-        self.metavar = f"[{'|'.join(kind.among)}]" if isinstance(kind, Choice) else form.metavar
+        self.metavar = f"[{'|'.join(kind.among)}]" if kind.among else form.metavar
         self.name = self.metavar.lower()
         others = ["auto"] * kind.auto + ["none"] * bool(kind.none)
         self.words = ", ".join([form.words or kind.words, *others[:-1]])
