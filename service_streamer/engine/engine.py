@@ -195,8 +195,7 @@ class Engine(Loop):
                 self.transport.wakeup()
         except BaseException:
             self.is_torn = True
-            for outbox in [*self.outboxes.values()]:
-                outbox.release()
+            self.let_others_send()
             self.transport.wakeup()
             raise
         return result
@@ -296,7 +295,7 @@ class Engine(Loop):
             if steps is None or (is_held and self.fleet.state is EngineState.DRAINING):
                 return  # the consumer may be who waits for the end of it
             for batch in steps.hold(call, self.clock(), is_held=is_held):
-                self.put(batch.slot, (HOLD if is_held else RESUME, batch.id))
+                self.unsent.append((batch.slot, HOLD if is_held else RESUME, batch.id))
 
         self._change(hold, call)
 
@@ -496,8 +495,8 @@ class Engine(Loop):
         self.transport.wakeup()
         # A signal handler may run while this thread holds a lock that the loop needs to end; it may
         # hold some of the transport's while it sends.
-        locks = [self.lock, *(outbox.lock for outbox in [*self.outboxes.values()])]
-        if threading.current_thread() is not self.thread and not any(map(is_owned, locks)):
+        is_interrupting = is_owned(self.lock) or is_owned(self.sending)
+        if threading.current_thread() is not self.thread and not is_interrupting:
             self.join()
 
     def abandon(self) -> None:
