@@ -63,7 +63,7 @@ class Engine(Loop):
         clock: seconds from a monotonic clock.
 
     Attributes:
-        decode: what ``Reply.complete`` gets, as the model returned it. Raises ModelError. For any
+        decode: what ``Reply.end`` gets, as the model returned it. Raises ModelError. For any
             thread.
     """
 
@@ -145,7 +145,7 @@ class Engine(Loop):
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("the call had no time left when it was made")
         if not size:
-            call.reply.complete([])
+            call.reply.end([])
             return
         if self._max_pending is not None:
             self.check_room(size)  # a refusal needs no encoding
@@ -154,7 +154,7 @@ class Engine(Loop):
         try:
             call.payloads = self.transport.encode(call.payloads)
         except StreamerError as error:
-            call.reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
+            call.reply.end(Failure(error.with_traceback(None)))  # its frames hold the items
             return
         if self._on_call is not None:
             self._on_call(call)
