@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from service_streamer import Future, PredictTimeout, WorkerStartError
-from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.batcher import Batcher, CallFailures
 from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import Call
 from service_streamer.supervision.autoscaling import Autoscaling
@@ -29,9 +29,8 @@ class StubEngine:
         self.clock = ManualClock()
         self.transport = StubTransport(self.clock)
         options = {"max_latency": 0.125, **options}
-        self.batcher = Batcher(
-            batch_size=batch_size, expired=Failure(PredictTimeout("expired")), **options
-        )
+        failures = CallFailures(Failure(PredictTimeout("expired")))
+        self.batcher = Batcher(batch_size=batch_size, call_failures=failures, **options)
         self.supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
         self.engine = Engine(
             self.transport,

@@ -24,7 +24,7 @@ from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound
 from .batch_scheduler import BatchScheduler
-from .call_ledger import CallLedger
+from .call_ledger import CallFailures, CallLedger
 from .call_queue import LARGE, CallQueue, Decision
 from .isolation import Raised, Search
 from .learning import ArrivalForecast
@@ -63,13 +63,8 @@ class Batcher(CallLedger):
     Args:
         batch_size, max_latency, max_pending, max_attempts, isolate_errors, max_batch_cost,
             tenant_weights: as of ``StreamerOptions``.
-        shared: makes of a failure what calls fail with that shared a batch with the one at fault,
-            when it is not known which that is: without anything of the other's. Gets the failure
-            and whether it is the loss of a worker.
         batch_timeout: how long a worker may compute one batch, seconds, or an object that learns
             it; None sets no bound.
-        expired, expired_suspect: what calls fail with whose time ends, and those of them that a
-            worker died with; opaque here.
         has_lengths: whether the items of calls have lengths.
         round_trip: how long results take to callers, and their next calls back, seconds.
         scheduler_class: of what decides when to cut and how much, unless the model has steps.
@@ -91,9 +86,7 @@ class Batcher(CallLedger):
         max_attempts: int = 3,
         isolate_errors: bool = True,
         batch_timeout: float | BatchBound | None = None,
-        expired: Any = None,
-        expired_suspect: Any = None,
-        shared: Callable[[Any, bool], Any] = lambda failure, _: failure,
+        call_failures: CallFailures = CallFailures(),  # noqa: B008 - never changed
         has_lengths: bool = False,
         max_batch_cost: float | None = None,
         tenant_weights: Mapping[str, float] | None = None,
@@ -110,9 +103,7 @@ class Batcher(CallLedger):
             # What is never run twice should not go down with a batch that it only waited behind.
             Slots(batch_timeout, sends_ahead=max_attempts > 1),
             max_attempts=max_attempts,
-            expired=expired,
-            expired_suspect=expired if expired_suspect is None else expired_suspect,
-            shared=shared,
+            call_failures=call_failures,
         )
         self._new_queue: Callable[[], CallQueue] = lambda: (
             LengthQueue if has_lengths else CallQueue
@@ -189,9 +180,9 @@ class Batcher(CallLedger):
         figures, slots, scheduler, queue = self.figures, self.slots, self.scheduler, self.queue
         figures.accepted_calls += 1
         figures.accepted_items += call.size
-        if call.is_watched and call.deadline < math.inf:
-            self.deadlines.add(call)
-            self._set_deadline(self.deadline)
+        self.watch(call)
+        if self.deadlines.next < self.deadline:
+            self.deadline = self.deadlines.next
         self.arrivals.arrived(call.size, now)
         if slots.idle and not queue.items:
             scheduler.first_arrived(call.size, now)
