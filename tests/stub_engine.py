@@ -35,7 +35,6 @@ class StubEngine:
         self.engine = Engine(
             self.transport,
             Fleet(self.batcher, self.supervisor, scaling, jitter=lambda: 0.0),
-            max_pending=options.get("max_pending"),
             clock=self.clock,
         )
         self.engine.start()

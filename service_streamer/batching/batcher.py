@@ -75,6 +75,7 @@ class Batcher(CallLedger):
             None if the batches are not watched. Of a model of steps also with those that are lost
             with their worker.
         slots: what each worker holds. For reading, but for its ``sizes``.
+        max_pending: infinity for no bound.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Batcher(CallLedger):
         scheduler_class: type[BatchScheduler] = BatchScheduler,
     ) -> None:
         self._batch_size = batch_size
-        self._max_pending = math.inf if max_pending is None else max_pending
+        self.max_pending = math.inf if max_pending is None else max_pending
         self.isolates_errors = isolate_errors
         if not isinstance(batch_timeout, BatchBound):
             fixed = math.inf if batch_timeout is None else batch_timeout
@@ -146,7 +147,7 @@ class Batcher(CallLedger):
 
         One counts at most as the smallest of the large ones, since others overtake the rest of it.
         """
-        most, queue = self._max_pending, self.queue
+        most, queue = self.max_pending, self.queue
         if queue.items + size <= most:
             return True
         return size <= most and queue.counted + min(size, LARGE * self._batch_size) <= most
@@ -388,7 +389,7 @@ class Batcher(CallLedger):
 
     def check_invariants(self) -> None:
         super().check_invariants()
-        assert self.queue.counted <= self._max_pending
+        assert self.queue.counted <= self.max_pending
         assert all(1 <= part.size <= self._batch_size for part in self.parts())
         self.scheduler.check_invariants(self._batch_size, self.deadline)
 

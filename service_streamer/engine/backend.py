@@ -91,14 +91,13 @@ class Backend(Protocol):
     def model_description(self) -> Mapping[str, Any] | None:
         """What the model says of itself; empty if nothing, None while that is not known.
 
-        Raises:
-            StreamerError: it never will be known: no worker can load the model, or it is closed.
+        Raises StreamerError if it never will be: no worker can load the model, or it is closed.
         """
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
         """Have it called, in any thread, when ``model_description`` may have another answer.
 
-        It must neither block nor raise. There is one at a time.
+        Perhaps also for nothing. It must neither block nor raise. There is one at a time.
         """
 
     def check_process(self) -> None:
@@ -239,22 +238,17 @@ class Relay:
     steps.
     """
 
-    __slots__ = ("_all", "_clock", "_ends_at", "_waiters")
+    __slots__ = ("_all", "_ends_at", "_waiters")
 
-    def __init__(
-        self, waiters: Sequence[BlockingReply], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, waiters: Sequence[BlockingReply]) -> None:
         self._all = waiters
         self._waiters = deque(waiters)
-        self._clock = clock
-        self._ends_at = clock() + PATIENCE
+        self._ends_at = time.monotonic() + PATIENCE
 
     def pass_on(self) -> None:
         """Wake the next, which will do the same; all that are left if this has taken too long."""
         waiters = self._waiters
-        if not waiters:
-            return
-        wakes_all = self._clock() >= self._ends_at
+        wakes_all = bool(waiters) and time.monotonic() >= self._ends_at
         while waiters:
             try:
                 waiter = waiters.popleft()
@@ -420,21 +414,17 @@ class Mailbox:
             self._loop.call_soon(self._deliver)
 
 
-#: The mailbox of each loop, while a reply or a delivery on its way holds it: not longer, since its
-#: outcomes hold futures, which hold the loop.
-_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[Mailbox]]
-_mailboxes = weakref.WeakKeyDictionary()
-_mailboxes_lock = threading.Lock()
+#: The mailbox of each loop, by its id, while a reply or a delivery on its way holds it: not longer,
+#: since it holds the loop.
+_mailboxes: weakref.WeakValueDictionary[int, Mailbox] = weakref.WeakValueDictionary()
 
 
 def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
-    with _mailboxes_lock:
-        reference = _mailboxes.get(loop)
-        mailbox = reference() if reference is not None else None
-        if mailbox is None:
-            mailbox = Mailbox(loop)
-            _mailboxes[loop] = weakref.ref(mailbox)
-        return mailbox
+    """For the loop's own thread."""
+    mailbox = _mailboxes.get(id(loop))
+    if mailbox is None:
+        mailbox = _mailboxes[id(loop)] = Mailbox(loop)
+    return mailbox
 
 
 def answer(calls: Sequence[Call]) -> None:

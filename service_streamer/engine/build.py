@@ -233,7 +233,6 @@ def assemble(
     return Engine(
         transport,
         Fleet(batcher, Supervisor(least, policy), Autoscaling(least, most)),
-        max_pending=options.max_pending,
         hang=_why_hung(options, is_local=is_local),
         lengths=lengths,
     )

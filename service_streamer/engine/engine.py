@@ -57,7 +57,6 @@ class Engine(Loop):
     Args:
         transport: not started yet; the engine starts, owns and closes it.
         fleet: new.
-        max_pending: the bound of the batcher, for messages and for a look before the encoding.
         hang: why workers are killed: see ``Loop``.
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
@@ -72,7 +71,6 @@ class Engine(Loop):
         transport: Transport,
         fleet: Fleet,
         *,
-        max_pending: int | None = None,
         hang: str = "its batch took too long",
         lengths: Lengths | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -80,7 +78,6 @@ class Engine(Loop):
         super().__init__(transport, fleet, hang=hang, clock=clock)
         self.lengths = lengths
         self.decode = transport.decode
-        self._max_pending = max_pending
         self._on_call: Callable[[Call], None] | None = None
 
     def start(self) -> None:
@@ -101,10 +98,6 @@ class Engine(Loop):
             callback()
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
-        """Call it in the engine's thread when a worker is ready or lost, and at the end.
-
-        Now and then also for nothing. It must neither block nor raise.
-        """
         self.on_workers = callback
 
     def watch(
@@ -129,14 +122,7 @@ class Engine(Loop):
     # -- calls
 
     def submit(self, call: Call) -> None:
-        """Accept a call of any number of items. What is not sent in its time is never computed.
-
-        Raises:
-            StreamerError: it was not accepted: the streamer is closed, broken, overloaded, or of
-                another process, or the call has no time left, or too little; its reply is not
-                called.
-            Exception: of the function that gives the lengths; as above.
-        """
+        """See ``Backend``. Also raises what the function raises that gives the lengths."""
         # A system call each time: uWSGI forks without the hooks by which it could be known before.
         if os.getpid() != self._pid or self.fleet.refusal is not None:
             self.check_process()
@@ -147,7 +133,7 @@ class Engine(Loop):
         if not size:
             call.reply.end([])
             return
-        if self._max_pending is not None:
+        if self.batcher.max_pending != math.inf:
             self.check_room(size)  # a refusal needs no encoding
         if self.lengths is not None:
             call.lengths = self.lengths(call.payloads)
@@ -158,12 +144,7 @@ class Engine(Loop):
             return
         if self._on_call is not None:
             self._on_call(call)
-        refusal = self._change(self._accept, call)
-        if refusal is not None:
-            try:
-                raise refusal
-            finally:
-                del refusal  # a cycle with its traceback, which would keep the items
+        _raise(self._change(self._accept, call))
 
     def _change(self, change: Callable[[S], T], subject: S) -> T:
         """Let it change the state, with the lock held; then send what it has queued.
@@ -205,7 +186,7 @@ class Engine(Loop):
         batcher = self.batcher
         if self.fleet.refusal is not None:
             return self.fleet.refusal.exception()
-        if self._max_pending is not None and not batcher.has_room_for(call.size):
+        if batcher.max_pending != math.inf and not batcher.has_room_for(call.size):
             return self._overloaded(call.size)
         now = self.clock()
         timeout = call.timeout
@@ -230,7 +211,7 @@ class Engine(Loop):
     def check_room(self, size: int = 1) -> None:
         """Raises Overloaded if so many items would not be accepted now."""
         batcher = self.batcher
-        if self._max_pending is None or batcher.has_room_for(size):  # a look without the lock
+        if batcher.has_room_for(size):  # a look without the lock
             return
 
         def look(size: int) -> Overloaded | None:
@@ -239,30 +220,24 @@ class Engine(Loop):
             return None if batcher.has_room_for(size) else self._overloaded(size)
 
         self.check_process()  # before the lock, which a fork may have copied while held
-        refusal = self._change(look, size)
-        if refusal is not None:
-            try:
-                raise refusal
-            finally:
-                del refusal  # as in ``submit``
+        _raise(self._change(look, size))
 
     def _overloaded(self, size: int) -> Overloaded:
         """Count a call of so many items as refused; what its caller gets. Locked."""
         batcher = self.batcher
         batcher.figures.rejected_calls += 1
-        if size > (self._max_pending or 0):
+        if size > batcher.max_pending:
             return Overloaded(
-                f"the call has {size} items, more than max_pending of {self._max_pending} ever "
+                f"the call has {size} items, more than max_pending of {batcher.max_pending} ever "
                 "lets wait; send fewer at once"
             )
         batcher.figures.refused_items += size  # a shorter queue would have had room for them
         return Overloaded(
             f"{batcher.queue.counted} items wait, and {size} more would be beyond max_pending of "
-            f"{self._max_pending}; try again later"
+            f"{batcher.max_pending}; try again later"
         )
 
     def flush(self) -> None:
-        """All the calls have been submitted that were said to follow: have them sent."""
         self._change(
             lambda batcher: self.take_up(batcher.calls_submitted(self.clock())), self.batcher
         )
@@ -273,7 +248,6 @@ class Engine(Loop):
         return self._change(lambda call: not call.is_running and self.let_go((call, False)), call)
 
     def withdraw(self, call: Call, *, has_expired: bool = False) -> None:
-        """The caller has gone, perhaps for lack of time: drop what has not been sent."""
         self.check_process()
         if is_owned(self.lock):  # a finalizer interrupts this thread in the middle of a change
             self.left.append((call, has_expired))
@@ -282,7 +256,6 @@ class Engine(Loop):
             self._change(self.let_go, (call, has_expired))
 
     def extend(self, call: Call, deadline: float) -> bool:
-        """Somebody waits for the call until ``deadline`` of the clock; False if it is over."""
         with self.lock:
             call.deadline = max(call.deadline, deadline)
             return not call.is_over
@@ -300,7 +273,6 @@ class Engine(Loop):
         self._change(hold, call)
 
     def late(self, timeout: float | None) -> StreamerError:
-        """What to raise when the results were not there within ``timeout`` seconds."""
         text = f"no result within {timeout} s ({self.describe()})"
         if self.batcher.retries.has_waiting_alone:
             text += "; a worker died, and the search for the item at fault is still running"
@@ -309,12 +281,6 @@ class Engine(Loop):
     # -- how it stands
 
     def model_description(self) -> Mapping[str, Any] | None:
-        """What the model says of itself; empty if nothing, None while no worker has loaded it.
-
-        Raises:
-            WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
-            StreamerForked: in a forked child.
-        """
         with self._guarded():
             if self.fleet.description is None:
                 self._check_accepting()
@@ -362,7 +328,6 @@ class Engine(Loop):
             return self.fleet.workers(self.transport.device)
 
     def describe(self) -> str:
-        """The state in one line, for a ``repr``."""
         if os.getpid() != self._pid:
             return f"of process {self._pid}"
         return self.stats().gist
@@ -370,13 +335,7 @@ class Engine(Loop):
     # -- workers
 
     def wait_ready(self, timeout: float | None) -> None:
-        """Block until every worker has loaded its model.
-
-        Raises:
-            WorkerStartError, WorkerLost: one could not, and is tried only seldom from now on.
-            WorkerStartTimeout: the time ended first; they go on loading.
-            StreamerClosed: it was closed meanwhile.
-        """
+        """Block until every worker has loaded its model, or one could not. See ``BaseStreamer``."""
         self.check_process()
         self.check_not_in_callback()
         self._wait_workers(
@@ -521,7 +480,6 @@ class Engine(Loop):
         return self.lock
 
     def check_process(self) -> None:
-        """Refuse use in a forked child."""
         if os.getpid() != self._pid:
             raise StreamerForked(
                 f"this streamer was built in process {self._pid} and came to process {os.getpid()} "
@@ -530,7 +488,6 @@ class Engine(Loop):
             )
 
     def check_not_in_callback(self) -> None:
-        """Refuse to block the loop thread: it would wait for itself."""
         thread = self.thread  # whose number another one has when it has ended
         if threading.get_ident() == thread.ident and threading.current_thread() is thread:
             self.check_process()  # in a fork made by a callback, that copy of the thread is ours
@@ -540,3 +497,11 @@ class Engine(Loop):
         refusal = self.fleet.refusal
         if refusal is not None:
             raise refusal.exception()
+
+
+def _raise(refusal: BaseException | None) -> None:
+    if refusal is not None:
+        try:
+            raise refusal
+        finally:
+            del refusal  # a cycle with its traceback, which would keep the items

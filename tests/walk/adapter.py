@@ -186,7 +186,6 @@ def build(
             None if most is None else Autoscaling(workers, most),
             jitter=lambda: 0.5,
         ),
-        max_pending=chosen.max_pending,
         lengths=(lambda items: [item.length for item in items]) if has_lengths else None,
         clock=clock,
     )
