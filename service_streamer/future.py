@@ -111,28 +111,21 @@ class Future(concurrent.futures.Future[list[Any]]):
             if self.cancelled():
                 raise concurrent.futures.CancelledError
         encoded = self._encoded
-        if encoded is not None:
-            self._decode(encoded)
+        if encoded is not None:  # the first that asks decodes, which may run code of users
+            try:  # if several ask at the same time each does, and the last one counts
+                if isinstance(encoded, list):
+                    self._result = self._backend.decode(encoded)
+                else:
+                    self._exception = encoded.exception()
+            except ModelError as error:
+                self._result, self._exception = None, error.with_traceback(None)
+            self._encoded = None
         return self._exception
 
     def _get_snapshot(self) -> tuple[bool, bool, list[Any], BaseException | None]:
         """Done, cancelled, result and exception: what asyncio copies since Python 3.14."""
         exception = self.exception() if self._state == "FINISHED" else None  # decodes both
         return self.done(), self.cancelled(), self._result, exception
-
-    def _decode(self, encoded: Outcome) -> None:
-        """Done by the first thread that asks: it may run code of users.
-
-        If several ask at the same time each does, and the last one counts.
-        """
-        try:
-            if isinstance(encoded, list):
-                self._result = self._backend.decode(encoded)
-            else:
-                self._exception = encoded.exception()
-        except ModelError as error:
-            self._result, self._exception = None, error.with_traceback(None)
-        self._encoded = None
 
     def __repr__(self) -> str:
         """Its state; not what is still encoded, as the standard one would show it."""

@@ -39,18 +39,6 @@ Length = Callable[[Any], float] | str
 _LONGEST = 1e15
 
 
-def _given_length(length: Length | None) -> Callable[[Any], Any] | None:
-    """The function of an item that the options name. Raises what ``find_function`` does."""
-    if isinstance(length, str):
-        return find_function(length)
-    if length is not None and not callable(length):
-        raise TypeError(
-            "length must be a function of an item, or an import string "
-            f'"package.module:function"; not {length!r}'
-        )
-    return length
-
-
 def find_function(place: str) -> Callable[[Any], object]:
     """Import a function of an item, or a method of a model's that needs no model.
 
@@ -190,10 +178,15 @@ def make_spec(
         raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
     if options.preprocess_workers:
         check_preprocess(model)
-    length = _given_length(options.length)
-    lengths = None
+    given, lengths = options.length, None
+    length = find_function(given) if isinstance(given, str) else given
     if length is not None:
-        name = options.length if isinstance(options.length, str) else describe(length)
+        if not callable(length):
+            raise TypeError(
+                "length must be a function of an item, or an import string "
+                f'"package.module:function"; not {given!r}'
+            )
+        name = given if isinstance(given, str) else describe(length)
         lengths = _measuring(length, name, codec)
     elif isinstance(model, type) and find_length(model) is not None:
         lengths = _measuring(_of_class(model, "length"), f"{describe(model)}.length", codec)

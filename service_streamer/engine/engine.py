@@ -144,7 +144,12 @@ class Engine(Loop):
             return
         if self._on_call is not None:
             self._on_call(call)
-        _raise(self._change(self._accept, call))
+        refusal = self._change(self._accept, call)
+        if refusal is not None:
+            try:
+                raise refusal
+            finally:
+                del refusal  # a cycle with its traceback, which would keep the items
 
     def _change(self, change: Callable[[S], T], subject: S) -> T:
         """Let it change the state, with the lock held; then send what it has queued.
@@ -214,13 +219,15 @@ class Engine(Loop):
         if batcher.has_room_for(size):  # a look without the lock
             return
 
-        def look(size: int) -> Overloaded | None:
-            # What has come together may go to workers that are free.
-            self.take_up(batcher.calls_submitted(self.clock()))
-            return None if batcher.has_room_for(size) else self._overloaded(size)
-
         self.check_process()  # before the lock, which a fork may have copied while held
-        _raise(self._change(look, size))
+        self.flush()  # what has come together may go to workers that are free
+        with self.lock:
+            refusal = None if batcher.has_room_for(size) else self._overloaded(size)
+        if refusal is not None:
+            try:
+                raise refusal
+            finally:
+                del refusal  # as in ``submit``
 
     def _overloaded(self, size: int) -> Overloaded:
         """Count a call of so many items as refused; what its caller gets. Locked."""
@@ -497,11 +504,3 @@ class Engine(Loop):
         refusal = self.fleet.refusal
         if refusal is not None:
             raise refusal.exception()
-
-
-def _raise(refusal: BaseException | None) -> None:
-    if refusal is not None:
-        try:
-            raise refusal
-        finally:
-            del refusal  # a cycle with its traceback, which would keep the items

@@ -178,12 +178,7 @@ class ThreadOutputs(Outputs):
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         super().__init__(backend, max_buffered, fails_behind=fails_behind)
         self._doorbell = Doorbell()
-        self._seat = threading.Lock()  # of the consumer, while it waits
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a thread waits for an output."""
-        return self._seat.locked()
+        self.seat = threading.Lock()  # of the consumer, while it waits
 
     def wake(self) -> None:
         self._doorbell.ring()
@@ -191,7 +186,7 @@ class ThreadOutputs(Outputs):
     def wait(self) -> None:
         """Block until something has come; now and then it returns sooner."""
         self.backend.check_not_in_callback()
-        if not self._seat.acquire(blocking=False):  # one output would wake only one of the two
+        if not self.seat.acquire(blocking=False):  # one output would wake only one of the two
             raise RuntimeError("another thread waits for the next output of this stream")
         try:
             if not self.is_ready:
@@ -206,7 +201,7 @@ class ThreadOutputs(Outputs):
                 )
             raise
         finally:
-            self._seat.release()
+            self.seat.release()
 
 
 class LoopOutputs(Outputs):
