@@ -60,10 +60,6 @@ class Engine(Loop):
         hang: why workers are killed: see ``Loop``.
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
-
-    Attributes:
-        decode: what ``Reply.end`` gets, as the model returned it. Raises ModelError. For any
-            thread.
     """
 
     def __init__(

@@ -169,7 +169,12 @@ class Loop:
             returned = [event for event in events if isinstance(event, BatchReport)]
             vacant = self.batcher.end_all(unanswered, failure, self.clock(), returned)
             self.undone.append(Actions(vacant=vacant))
-        self._list_unsent()
+        listed = {*[*self.unsent]}  # in one step, since others take out
+        # The others were cut last. One that another thread is done with at this moment may be among
+        # them: the transport does not send it again.
+        self.unsent.extend(
+            batch for batch in self.batcher.in_flight() if batch.payloads and batch not in listed
+        )
         self.waits_until = math.inf
         ended: list[Call] = []
         for call in [call for call in calls if call.is_over]:
@@ -184,30 +189,17 @@ class Loop:
         call, has_expired = leaving
         is_withdrawn = self.batcher.withdraw(call, has_expired=has_expired)
         if is_withdrawn:
-            self.forget(call)
+            call.reply = None
+            self.open_calls.pop(call, None)
+            self._drop_unwanted()
+            if self.fleet.state is EngineState.DRAINING:
+                self.undone.append(NOTHING)  # have the loop look whether it waited for this one
         return is_withdrawn
-
-    def forget(self, call: Call) -> None:
-        """No caller waits for the call any more, which is over. Locked."""
-        call.reply = None
-        self.open_calls.pop(call, None)
-        self._drop_unwanted()
-        if self.fleet.state is EngineState.DRAINING:
-            self.undone.append(NOTHING)  # have the loop look whether it waited for this call only
 
     def _drop_unwanted(self) -> None:
         """Workers are told which batches have lost their callers."""
         for slot, batch_id in self.batcher.take_unwanted():
             self.unsent.append((slot, DROP, batch_id))
-
-    def _list_unsent(self) -> None:
-        """Have every batch sent that a worker is to have, and may not have been sent."""
-        listed = {*[*self.unsent]}  # in one step, since others take out
-        # The others were cut last. One that another thread is done with at this moment may be among
-        # them: the transport does not send it again.
-        self.unsent.extend(
-            batch for batch in self.batcher.in_flight() if batch.payloads and batch not in listed
-        )
 
     def begin_drain(self, deadline: float) -> None:
         """Accept nothing any more. Locked."""
@@ -256,7 +248,7 @@ class Loop:
                         self.transport.tell(*message)
                     self.unsent.popleft()
                     if isinstance(message, BatchRecord):
-                        _note_sent(message)
+                        message.payloads = []
             finally:
                 self.let_others_send()
 
@@ -265,6 +257,9 @@ class Loop:
         is_stream = batcher.has_steps and any(call.is_stream for call, _, _ in batch.spans)
         calls = batch.items_by_call() if batch.calls > 1 and batcher.isolates_errors else 0
         self.transport.send(batch.slot, batch.id, batch.payloads, calls=calls, is_stream=is_stream)
+        if logger.isEnabledFor(logging.DEBUG):
+            size = counted(batch.size, "item")
+            log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
 
     def let_others_send(self) -> None:
         """Release the lock if this thread holds it: perhaps a signal handler has raised."""
@@ -369,8 +364,6 @@ class Loop:
         fleet, batcher = self.fleet, self.batcher
         calls: list[Call] = []
         parts: list[tuple[Call, Any]] = []
-        if logger.isEnabledFor(logging.DEBUG):
-            _log_failures(events)  # before they are applied, which releases the failures
         try:
             with self.lock:
                 self.settle()
@@ -460,15 +453,12 @@ class Loop:
     def _shut_down(self, reason: Failure | None) -> None:
         """End all. With a reason of None it was closed."""
         fleet, batcher = self.fleet, self.batcher
-        refusal = reason
         if reason is None:
             kind = AtExit if self.is_exiting else Failure
-            error = StreamerClosed("the streamer was closed before the call was served")
-            reason, refusal = kind(error), Failure(error)
+            reason = kind(StreamerClosed("the streamer was closed before the call was served"))
         with self.lock:
             fleet.state = EngineState.CLOSED
-            if fleet.refusal is None:
-                fleet.refusal = refusal
+            fleet.refusal = fleet.refusal or reason  # there is one if it was closed
             is_idle = batcher.is_empty and not fleet.supervisor.is_loading
             calls = self._restore(reason)
             self.is_torn = False
@@ -512,16 +502,3 @@ class Loop:
             except BaseException:  # as of a callback: this thread does not end for it
                 log(logging.ERROR, "what watches the batches raised", exc_info=True)
             record.release()
-
-
-def _note_sent(batch: BatchRecord) -> None:
-    batch.payloads = []
-    if logger.isEnabledFor(logging.DEBUG):
-        size = counted(batch.size, "item")
-        log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
-
-
-def _log_failures(events: Sequence[WorkerEvent]) -> None:
-    for event in events:
-        if isinstance(event, BatchReport) and event.failure is not None:
-            log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)
