@@ -44,8 +44,7 @@ class Defaults:
             ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
     """
 
-    def __init__(self) -> None:
-        self.worker_timeout: float | None = 20.0
+    worker_timeout: float | None = 20.0
 
 
 defaults = Defaults()

@@ -348,7 +348,7 @@ class Engine(Loop):
         )
 
     def _wait_workers(self, is_done: Callable[[], bool], timeout: float | None, late: str) -> None:
-        """Block until a change of the workers is done. Raises what ``wait_ready`` does."""
+        """Block until a change of the workers is done, or one of them could not be started."""
         fleet = self.fleet
         with self.lock:
             in_time = self.changed.wait_for(
@@ -396,24 +396,11 @@ class Engine(Loop):
         self.wait_restarted(self.begin_restart(overlap), timeout)
 
     def begin_restart(self, overlap: Overlap) -> int:
-        """Begin to replace every worker; returns the number of this restart.
-
-        Args:
-            overlap: whether a new one is ready before the old one ends: see ``Supervisor``.
-
-        Raises:
-            StreamerClosed: it is closed.
-        """
+        """Begin to replace every worker; returns the number of this restart."""
         return self._change_workers(lambda: self.fleet.supervisor.renew(overlap))
 
     def wait_restarted(self, generation: int, timeout: float | None) -> None:
-        """Block until a restart is over.
-
-        Raises:
-            WorkerStartError: a new one could not be started; the old ones that are left go on.
-            WorkerStartTimeout: the time ended first; the restart goes on.
-            StreamerClosed: it was closed meanwhile.
-        """
+        """Block until a restart is over. Raises what ``ScaledStreamer.restart_workers`` does."""
         fleet = self.fleet
         supervisor = fleet.supervisor
 
