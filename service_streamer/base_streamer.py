@@ -16,6 +16,7 @@ from .observe.record import ORDINARY, Call, CallOptions
 from .options import kinds
 from .options.checks import check_batch, check_timeout
 from .options.kinds import PATIENCE
+from .options.table import RedisStreamerOptions, StreamerOptions
 from .single_flight import Cache, SingleFlight
 
 
@@ -44,8 +45,7 @@ class Defaults:
             ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
     """
 
-    def __init__(self) -> None:
-        self.worker_timeout: float | None = 20.0
+    worker_timeout: float | None = 20.0
 
 
 defaults = Defaults()
@@ -270,25 +270,26 @@ class BaseStreamer:
         self.close(timeout=self._worker_timeout)
 
     def _use(
-        self, backend: Backend, options: Any, cache: Cache | None, *, copies: bool = False
+        self,
+        backend: Backend,
+        options: StreamerOptions | RedisStreamerOptions,
+        cache: Cache | None,
+        *,
+        copies: bool = False,
     ) -> None:
         """Have a backend compute the calls, recorded and shared as the options say.
 
         Its threads hold it and not this object, so it drains and ends when this is collected
         without ``close``.
         """
-        self._backend = backend
         if options.trace is not None:
-            self._backend = cast("Backend", Recording(backend, options.trace))
+            backend = cast("Backend", Recording(backend, options.trace))
         if options.deduplicates:  # what is recorded is what is computed
-            self._single_flight = SingleFlight(
-                self._backend,
-                copies=copies,
-                may_rerun=getattr(options, "retry", True),
-                cache=cache,
-            )
-            self._backend = cast("Backend", self._single_flight)
-        self._finalizer = weakref.finalize(self, self._backend.abandon)
+            may_rerun = options.retry if isinstance(options, StreamerOptions) else True
+            flight = SingleFlight(backend, copies=copies, may_rerun=may_rerun, cache=cache)
+            self._single_flight, backend = flight, cast("Backend", flight)
+        self._backend = backend
+        self._finalizer = weakref.finalize(self, backend.abandon)
         self._finalizer.atexit = False
 
     @property

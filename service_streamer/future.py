@@ -6,7 +6,7 @@ import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any
 
-from .engine.backend import Accepted, Backend
+from .engine.backend import Backend, Outcome
 from .errors import ModelError, StreamerError
 from .observe.record import Timing
 from .workers.protocol import Failure
@@ -45,9 +45,9 @@ class Future(concurrent.futures.Future[list[Any]]):
         self._backend = backend
         self._state = "PENDING"
         #: Set by the backend before the call can end; let go of unless that has results.
-        self.call: Accepted | None = None
+        self.call: Any = None
         #: The outcome until somebody asks for it; then it is decoded into the next two.
-        self._encoded: list[Any] | Failure | None = None
+        self._encoded: Outcome | None = None
         self._result: Any = None
         self._exception: BaseException | None = None
         self._own_condition: _Condition | None = None
@@ -111,28 +111,21 @@ class Future(concurrent.futures.Future[list[Any]]):
             if self.cancelled():
                 raise concurrent.futures.CancelledError
         encoded = self._encoded
-        if encoded is not None:
-            self._decode(encoded)
+        if encoded is not None:  # the first that asks decodes, which may run code of users
+            try:  # if several ask at the same time each does, and the last one counts
+                if isinstance(encoded, list):
+                    self._result = self._backend.decode(encoded)
+                else:
+                    self._exception = encoded.exception()
+            except ModelError as error:
+                self._result, self._exception = None, error.with_traceback(None)
+            self._encoded = None
         return self._exception
 
     def _get_snapshot(self) -> tuple[bool, bool, list[Any], BaseException | None]:
         """Done, cancelled, result and exception: what asyncio copies since Python 3.14."""
         exception = self.exception() if self._state == "FINISHED" else None  # decodes both
         return self.done(), self.cancelled(), self._result, exception
-
-    def _decode(self, encoded: list[Any] | Failure) -> None:
-        """Done by the first thread that asks: it may run code of users.
-
-        If several ask at the same time each does, and the last one counts.
-        """
-        try:
-            if isinstance(encoded, list):
-                self._result = self._backend.decode(encoded)
-            else:
-                self._exception = encoded.exception()
-        except ModelError as error:
-            self._result, self._exception = None, error.with_traceback(None)
-        self._encoded = None
 
     def __repr__(self) -> str:
         """Its state; not what is still encoded, as the standard one would show it."""
@@ -168,20 +161,18 @@ class Future(concurrent.futures.Future[list[Any]]):
         call = self.call
         return call is not None and not self.done() and call.is_running
 
-    def complete(self, outputs: list[Any]) -> None:
-        """For the backend: the call succeeded."""
-        self._encoded = outputs
+    def end(self, outcome: Outcome) -> None:
+        """For the backend: the call is over."""
+        self._encoded = outcome
+        if isinstance(outcome, Failure):
+            self.call = None
+            self.set_exception(_UNDECODED)
+            return
         # One statement without a call: within it the interpreter turns to no other thread, and to
         # no signal handler. A lock would take a twentieth of all that a call costs.
         self._state = "FINISHED" if self._own_condition is None else self._state
         if self._state != "FINISHED":  # somebody waits, or has looked
             self.set_result([])
-
-    def fail(self, failure: Failure) -> None:
-        """For the backend: the call failed."""
-        self.call = None
-        self._encoded = failure
-        self.set_exception(_UNDECODED)
 
 
 class _Condition(_RLock):  # type: ignore[misc]

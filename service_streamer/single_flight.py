@@ -6,7 +6,7 @@
        key: the item, pickled
        ├─ lock ── join ── unlock
        └─ the items that are not in flight ─────────────────────▶ one call: a computation
-     ◀── reply.complete / reply.fail ─── to all who wait ◀─────── its outcome
+     ◀── reply.end ───────────────────── to all who wait ◀─────── its outcome
        decode, in the caller's thread again
 
 A caller is complete when all its items are. Its new items are one call of the backend and not one
@@ -42,7 +42,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engine.backend import IN_CALLBACK, Backend, PassThrough
+from .engine.backend import IN_CALLBACK, Backend, Outcome, PassThrough
 from .engine.threads import Timer, is_owned, start_thread
 from .errors import ModelError, SharedBatchError, StreamerError
 from .observe.record import Call, CallOptions, Timing
@@ -213,13 +213,12 @@ class Computation:
         """Whether a part of it is known to be with a worker."""
         return not self.is_over and self.call is not None and bool(self.call.is_running)
 
-    def complete(self, outputs: list[Any]) -> None:
-        """For the backend: it succeeded."""
-        self.flight.answer(self, outputs)
-
-    def fail(self, failure: Failure) -> None:
-        """For the backend: it failed."""
-        self.flight.fail(self, failure)
+    def end(self, outcome: Outcome) -> None:
+        """For the backend: it is over."""
+        if isinstance(outcome, Failure):
+            self.flight.fail(self, outcome)
+        else:
+            self.flight.answer(self, outcome)
 
 
 class SingleFlight(PassThrough):
@@ -512,11 +511,11 @@ class SingleFlight(PassThrough):
                 failures[caller] = failure if kind in _OF_NO_CALL else Failure(shared)
         return failures
 
-    def _hand_out(self, reply: Any, outcome: list[Any] | Failure) -> None:
+    def _hand_out(self, reply: Any, outcome: Outcome) -> None:
         """Hand out the outcome of a caller that is over, unless it had left. Without the lock."""
         try:
             if reply is not None:
-                (reply.fail if isinstance(outcome, Failure) else reply.complete)(outcome)
+                reply.end(outcome)
         except BaseException:
             # A callback of a user's may raise anything, and others wait for their answers.
             _log(logging.ERROR, "a callback of a future raised", exc_info=True)

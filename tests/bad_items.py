@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.batching.batcher import Actions, Batcher, CallFailures
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from worker_loop import served
 
@@ -67,8 +67,9 @@ class Service:
         self.batcher = Batcher(
             batch_size=batch_size,
             max_latency=max_latency,
-            expired="expired",
-            shared=lambda _, is_loss: "shared loss" if is_loss else "shared",
+            call_failures=CallFailures(
+                "expired", "expired", lambda _, is_loss: "shared loss" if is_loss else "shared"
+            ),
             **options,
         )
         self._events: list[tuple[float, int, Callable[[], None]]] = []

@@ -250,7 +250,7 @@ class StubStreamer:
         self.told.append("flush")
         while self.open and not self.is_held:
             call = self.open.pop()
-            call.reply.complete([*call.payloads])
+            call.reply.end([*call.payloads])
 
     def withdraw(self, call: Any) -> None:
         self.open.remove(call)

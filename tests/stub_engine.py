@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from service_streamer import Future, PredictTimeout, WorkerStartError
-from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.batcher import Batcher, CallFailures
 from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import Loss
@@ -28,16 +28,14 @@ class StubEngine:
         self.clock = ManualClock()
         self.transport = StubTransport(self.clock)
         options = {"max_latency": 0.125, **options}
-        self.batcher = Batcher(
-            batch_size=batch_size, expired=Failure(PredictTimeout("expired")), **options
-        )
+        failures = CallFailures(Failure(PredictTimeout("expired")))
+        self.batcher = Batcher(batch_size=batch_size, call_failures=failures, **options)
         fleet = Fleet(self.batcher, worker_num, most or worker_num)
         self.supervisor, self.scaling = fleet.supervisor, fleet.scaling
         self.supervisor.max_restarts, self.supervisor.jitter = 1, lambda: 0.0
         self.engine = Engine(
             self.transport,
             fleet,
-            max_pending=options.get("max_pending"),
             clock=self.clock,
         )
         self.engine.start()

@@ -10,7 +10,7 @@ import pytest
 
 from batcher_walk import Walk
 from service_streamer import Reason
-from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.batching.batcher import Actions, Batcher, CallFailures
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.supervision.health import BatchBound
 
@@ -202,7 +202,8 @@ def test_items_that_a_worker_found_to_be_at_fault_fail_and_are_counted() -> None
 
 
 def test_a_batch_that_fails_as_a_whole_is_nobodys_fault() -> None:
-    walk = Walk(batch_size=4, isolate_errors=False, shared=lambda failure, _: f"not {failure}")
+    not_theirs = CallFailures(shared=lambda failure, _: f"not {failure}")
+    walk = Walk(batch_size=4, isolate_errors=False, call_failures=not_theirs)
     calls, batch = full_batch(walk, *"ab")
     walk.failed(batch)
     assert failures(calls) == ["not why", "not why"]
@@ -240,7 +241,7 @@ def test_whoever_looks_much_too_late_gives_everybody_their_time_anew() -> None:
 
 def test_what_a_backlog_took_says_nothing_about_the_next() -> None:
     """Each batch takes a second, and two with the wait for the one before."""
-    walk = Walk(batch_size=2, expired="expired")
+    walk = Walk(batch_size=2, call_failures=CallFailures("expired"))
     filler, _ = walk.submit(*range(100))
     for _ in range(7):
         walk.now += 1.0

@@ -41,13 +41,12 @@ class Outcome:
         self.failure: Failure | None = None
         self.times = 0
 
-    def complete(self, outputs: list[Any]) -> None:
+    def end(self, outcome: list[Any] | Failure) -> None:
         self.times += 1
-        self.outputs = outputs
-
-    def fail(self, failure: Failure) -> None:
-        self.times += 1
-        self.failure = failure
+        if isinstance(outcome, Failure):
+            self.failure = outcome
+        else:
+            self.outputs = outcome
 
 
 class StubBackend:
@@ -78,7 +77,7 @@ class StubBackend:
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("no time left")
         if self.fails_at_once:
-            reply.fail(Failure(ValueError("unpicklable")))
+            reply.end(Failure(ValueError("unpicklable")))
             return
         deadline = math.inf if timeout is None else self.clock() + timeout
         accepted = reply.call = AcceptedCall(call.payloads, reply, deadline)
@@ -142,10 +141,7 @@ class Flights:
         """The first call comes back."""
         call = self.open[0]
         self.backend.over(call)
-        if isinstance(what, Exception):
-            call.reply.fail(Failure(what))
-        else:
-            call.reply.complete(what)
+        call.reply.end(Failure(what) if isinstance(what, Exception) else what)
 
 
 #: What has, what wants, and whether it joins; both have a second, or what is said.
@@ -421,9 +417,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.backend.refuses = refuses
         if breaks or BAD & set(call.items):
             error = RuntimeError("the model is away") if breaks else KeyError("bad item")
-            call.reply.fail(Failure(error))
+            call.reply.end(Failure(error))
         else:
-            call.reply.complete([f"result of {item}" for item in call.items])
+            call.reply.end([f"result of {item}" for item in call.items])
         self.backend.refuses = False
         self.settle()
 
@@ -439,7 +435,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self.waiting.remove((items, outcome, deadline))
         for call in [*self.backend.open]:
             if call.deadline <= self.clock() and not call.is_running and self.backend.over(call):
-                call.reply.fail(Failure(PredictTimeout("too late")))
+                call.reply.end(Failure(PredictTimeout("too late")))
         self.settle()
 
     @precondition(lambda self: self.waiting)
@@ -474,7 +470,7 @@ class AnyOrder(RuleBasedStateMachine):
         while self.backend.open:
             call = self.backend.open[0]
             self.backend.over(call)
-            call.reply.complete([f"result of {item}" for item in call.items])
+            call.reply.end([f"result of {item}" for item in call.items])
         self.settle()
         assert self.waiting == []
         assert not self.single.computations

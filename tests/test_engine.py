@@ -134,10 +134,7 @@ def test_a_raising_callback_or_reply_hurts_nobody(
     class BadReply:
         call = None
 
-        def complete(self, outputs: list[Any]) -> None:
-            raise RuntimeError("bad reply")
-
-        def fail(self, error: BaseException) -> None:
+        def end(self, outcome: object) -> None:
             raise RuntimeError("bad reply")
 
     one.transport.ready(0)

@@ -155,7 +155,7 @@ STREAMS = """
             print([*stream])
             forever = streamer.stream(10**9)
             job = gevent.spawn(next, forever)
-            while not forever._outputs.is_waiting:
+            while not forever._outputs.seat.locked():
                 gevent.sleep(0)
             job.kill()
             gate.let_through(3)

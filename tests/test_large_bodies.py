@@ -53,7 +53,7 @@ class LargeResults(StubStreamer):
         self.told.append("flush")
         while self.open and not self.is_held:
             call = self.open.pop()
-            call.reply.complete([MANY] * len(call.payloads))
+            call.reply.end([MANY] * len(call.payloads))
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         return [self._result] * len(outputs)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.batcher import Batcher, CallFailures
 from service_streamer.observe.record import (
     ORDINARY,
     BatchRecord,
@@ -50,7 +50,7 @@ class Line:
         self.batcher = Batcher(
             batch_size=batch_size,
             max_latency=0.0,
-            expired="too late",
+            call_failures=CallFailures("too late"),
             tenant_weights=weights,
             **{"max_attempts": 1, **options},  # so that nothing is sent ahead
         )

@@ -238,7 +238,7 @@ def test_call_that_shares_one_item_of_a_hopeless_one_is_computed(one: Shared) ->
     [call] = one.engine.open_calls
     reply = call.reply
     one.engine.withdraw(call)
-    reply.fail(Failure(TooLate("it takes longer by itself")))
+    reply.end(Failure(TooLate("it takes longer by itself")))
     one.transport.ready(0)
     one.transport.echo()
     assert isinstance(large.exception(), TooLate)

@@ -282,7 +282,7 @@ async def test_large_images_wait_for_their_turn() -> None:
         assert len(streamer.open) == 3, "small ones go on"
         clients[2].leave()
         await settled()
-        streamer.open.pop(0).reply.complete([1])
+        streamer.open.pop(0).reply.end([1])
         await settled()
         assert clients[0].received.startswith(b"HTTP/1.1 200")
         assert len(streamer.open) == 3
@@ -294,7 +294,7 @@ async def test_large_images_wait_for_their_turn() -> None:
         assert served.service.admission.large == 12_000_000
         for call in [*streamer.open]:
             streamer.open.remove(call)
-            call.reply.complete([1])
+            call.reply.end([1])
         await settled()
         for each in (small, clients[3], clients[4]):
             assert each.received.startswith(b"HTTP/1.1 200")
@@ -308,7 +308,7 @@ async def test_large_images_whose_turn_comes_too_late_are_refused_at_once() -> N
         clients = [await asking(served.site, asks_for(PICTURE)) for _ in range(4)]
         for _ in range(2):
             await pass_time(10.0)
-            streamer.open.pop(0).reply.complete([1])
+            streamer.open.pop(0).reply.end([1])
             await settled()
         assert clients[1].received.startswith(b"HTTP/1.1 200")
         clients += [await asking(served.site, asks_for(PICTURE)) for _ in range(4)]

@@ -213,7 +213,7 @@ def test_a_thread_whose_wait_is_interrupted_goes_on_unless_it_ends(gate: Gate) -
             raise kind
 
         def send() -> None:
-            while not outputs_of(stream).is_waiting:
+            while not outputs_of(stream).seat.locked():
                 os.sched_yield()
             signal.pthread_kill(main, signal.SIGUSR1)
 
@@ -343,7 +343,7 @@ def test_who_waits_for_an_output_goes_on_when_the_stream_is_closed(gate: Gate) -
         got: list[list[int]] = []
         thread = threading.Thread(target=lambda: got.append([*stream]))
         thread.start()
-        while not outputs_of(stream).is_waiting:
+        while not outputs_of(stream).seat.locked():
             os.sched_yield()
         stream.close()
         thread.join()
@@ -374,7 +374,7 @@ def test_two_that_wait_for_one_stream_are_told(gate: Gate) -> None:
         got: list[list[int]] = []
         thread = threading.Thread(target=lambda: got.append([*stream]))
         thread.start()
-        while not outputs_of(stream).is_waiting:
+        while not outputs_of(stream).seat.locked():
             os.sched_yield()
         with pytest.raises(RuntimeError, match="another thread waits"):
             next(stream)

@@ -23,7 +23,7 @@ from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound
 from .batch_scheduler import BatchScheduler
-from .call_ledger import CallLedger
+from .call_ledger import CallFailures, CallLedger
 from .call_queue import LARGE, CallQueue, Decision
 from .learning import ArrivalForecast
 from .length_queue import LengthQueue
@@ -57,13 +57,8 @@ class Batcher(CallLedger):
     Args:
         batch_size, max_latency, max_pending, max_attempts, isolate_errors, max_batch_cost,
             tenant_weights: as of ``StreamerOptions``.
-        shared: makes of a failure what calls fail with that shared a batch with the one at fault,
-            when it is not known which that is: without anything of the other's. Gets the failure
-            and whether it is the loss of a worker.
         batch_timeout: how long a worker may compute one batch, seconds, or an object that learns
             it; None sets no bound.
-        expired, expired_suspect: what calls fail with whose time ends, and those of them that a
-            worker died with; opaque here.
         has_lengths: whether the items of calls have lengths.
         round_trip: how long results take to callers, and their next calls back, seconds.
         scheduler_class: of what decides when to cut and how much, unless the model has steps.
@@ -74,6 +69,7 @@ class Batcher(CallLedger):
             None if the batches are not watched. Of a model of steps also with those that are lost
             with their worker.
         slots: what each worker holds. For reading, but for its ``sizes``.
+        max_pending: infinity for no bound.
     """
 
     def __init__(
@@ -85,9 +81,7 @@ class Batcher(CallLedger):
         max_attempts: int = 3,
         isolate_errors: bool = True,
         batch_timeout: float | BatchBound | None = None,
-        expired: Any = None,
-        expired_suspect: Any = None,
-        shared: Callable[[Any, bool], Any] = lambda failure, _: failure,
+        call_failures: CallFailures = CallFailures(),  # noqa: B008 - never changed
         has_lengths: bool = False,
         max_batch_cost: float | None = None,
         tenant_weights: Mapping[str, float] | None = None,
@@ -95,7 +89,7 @@ class Batcher(CallLedger):
         scheduler_class: type[BatchScheduler] = BatchScheduler,
     ) -> None:
         self._batch_size = batch_size
-        self._max_pending = math.inf if max_pending is None else max_pending
+        self.max_pending = math.inf if max_pending is None else max_pending
         self.isolates_errors = isolate_errors
         if not isinstance(batch_timeout, BatchBound):
             fixed = math.inf if batch_timeout is None else batch_timeout
@@ -104,9 +98,7 @@ class Batcher(CallLedger):
             # What is never run twice should not go down with a batch that it only waited behind.
             Slots(batch_timeout, sends_ahead=max_attempts > 1),
             max_attempts=max_attempts,
-            expired=expired,
-            expired_suspect=expired if expired_suspect is None else expired_suspect,
-            shared=shared,
+            call_failures=call_failures,
         )
         self._new_queue: Callable[[], CallQueue] = lambda: (
             LengthQueue if has_lengths else CallQueue
@@ -149,7 +141,7 @@ class Batcher(CallLedger):
 
         One counts at most as the smallest of the large ones, since others overtake the rest of it.
         """
-        most, queue = self._max_pending, self.queue
+        most, queue = self.max_pending, self.queue
         if queue.items + size <= most:
             return True
         return size <= most and queue.counted + min(size, LARGE * self._batch_size) <= most
@@ -183,9 +175,9 @@ class Batcher(CallLedger):
         figures, slots, scheduler, queue = self.figures, self.slots, self.scheduler, self.queue
         figures.accepted_calls += 1
         figures.accepted_items += call.size
-        if call.is_watched and call.deadline < math.inf:
-            self.deadlines.add(call)
-            self._set_deadline(self.deadline)
+        self.watch(call)
+        if self.deadlines.next < self.deadline:
+            self.deadline = self.deadlines.next
         self.arrivals.arrived(call.size, now)
         if slots.idle and not queue.items:
             scheduler.first_arrived(call.size, now)
@@ -227,18 +219,6 @@ class Batcher(CallLedger):
         """A worker that was retiring, and is not lost, is to go on after all."""
         self.slots.reopen(slot)
         return self._cut(now)
-
-    def answered_alone(self, report: BatchReport) -> Call | None:
-        """The call that has all its results by this report, if nothing else is to be done then."""
-        if self.queue.items or self.retries.waiting or self.slots.places:
-            return None
-        if report.failure is not None or report.failures:
-            return None
-        batch = self.slots[report.slot].batches.get(report.batch_id)
-        if batch is None or len(batch.spans) != 1:
-            return None
-        call, start, stop = batch.spans[0]
-        return None if call.is_over or stop - start != call.size else call
 
     def batch_returned(self, report: BatchReport, now: float) -> Actions:
         """A batch came back, with an output or a failure for each item, or one failure for all.
@@ -396,7 +376,7 @@ class Batcher(CallLedger):
 
     def check_invariants(self) -> None:
         super().check_invariants()
-        assert self.queue.counted <= self._max_pending
+        assert self.queue.counted <= self.max_pending
         assert all(1 <= part.size <= self._batch_size for part in self.parts())
         self.scheduler.check_invariants(self._batch_size, self.deadline)
 

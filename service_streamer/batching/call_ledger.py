@@ -25,7 +25,7 @@ import heapq
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..observe.metrics import FIRST_OUTPUTS, RECENT, BatchMetrics
 from ..observe.record import (
@@ -75,6 +75,16 @@ class Figures:
         )
 
 
+class CallFailures(NamedTuple):
+    """What calls fail with for other reasons than the model's: opaque here."""
+
+    expired: Any = None  # its time has ended
+    expired_suspect: Any = None  # likewise, after a worker died with it
+    #: Of a call that shared a batch with the one at fault, if it is not known which that is. Gets
+    #: the other's failure, and whether that is the loss of a worker; must not repeat its words.
+    shared: Callable[[Any, bool], Any] = lambda failure, _: failure
+
+
 class CallLedger:
     """The state of a batcher: every change of a call's or a batch's state is made here.
 
@@ -91,9 +101,7 @@ class CallLedger:
         slots: Slots,
         *,
         max_attempts: int,
-        expired: Any,
-        expired_suspect: Any,
-        shared: Callable[[Any, bool], Any],
+        call_failures: CallFailures,
     ) -> None:
         self.slots = slots
         self.retries = Retries(slots, max_attempts=max_attempts)
@@ -102,9 +110,7 @@ class CallLedger:
         self.deadlines: Deadlines[Call] = Deadlines()  # of the calls that are to expire here
         self.abandoned: set[Call] = set()  # over, while a worker may still be at them
         self.ended: list[Call] = []  # to be answered; see ``take_ended``
-        self._expired = expired
-        self._expired_suspect = expired_suspect
-        self._shared = shared
+        self._call_failures = call_failures
 
     def take_ended(self) -> Sequence[Call]:
         """The calls that are over since the last time, and are to be answered."""
@@ -148,6 +154,11 @@ class CallLedger:
         return self.queue.items + self.retries.items
 
     # -- calls
+
+    def watch(self, call: Call) -> None:
+        """Enter the timers of a call that waits; of one without it is its caller who looks."""
+        if call.is_watched and call.deadline < math.inf:
+            self.deadlines.add(call)
 
     def batch_done(self, batch: BatchRecord) -> int:
         """Give the outputs of a batch to its calls; returns how many of these are over by that.
@@ -200,7 +211,7 @@ class CallLedger:
             if any(
                 owner is not call and failures.get(i) is failed for i, owner in enumerate(owners)
             ):
-                return self._shared(failed, False)
+                return self._call_failures.shared(failed, False)
         return failed
 
     def fail(self, call: Call, failure: Any) -> None:
@@ -223,7 +234,8 @@ class CallLedger:
             for part in self.retries.waiting
             for suspect, _, _ in part.spans
         )
-        self._leave(call, self._expired_suspect if is_suspect else self._expired)
+        failures = self._call_failures
+        self._leave(call, failures.expired_suspect if is_suspect else failures.expired)
         self.figures.expired_calls += 1
         self.ended.append(call)
 
@@ -271,7 +283,7 @@ class CallLedger:
         """The model raised on the batch: its calls fail."""
         failure, is_shared = batch.report.failure, batch.calls > 1  # as it ran
         self.suspect_worker(batch, failure)
-        shown = self._shared(failure, False) if is_shared else failure
+        shown = self._call_failures.shared(failure, False) if is_shared else failure
         failed = self.fail_spans(batch.spans, shown)
         self.retries.given_up(batch, failed)
         if is_shared and failed:
@@ -342,7 +354,7 @@ class CallLedger:
         """
         search = batch.search
         # Of a call that was alone it is known that it kills, at the end of a search too.
-        shared = self._shared(failure, True)
+        shared = self._call_failures.shared(failure, True)
         is_known = search is None or batch.calls == 1
         failed = self.fail_spans(batch.spans, failure if is_known else shared)
         if search is not None and search.deaths_left <= 0:
@@ -395,8 +407,7 @@ class CallLedger:
             for call, start, stop in part.spans:
                 taken[call].update(range(start, stop))
         for call in calls:
-            if call.is_watched and call.deadline < math.inf:
-                self.deadlines.add(call)
+            self.watch(call)
             outputs = call.outputs or [NO_OUTPUT] * call.size
             positions = [
                 i for i, o in enumerate(outputs) if o is NO_OUTPUT and i not in taken[call]

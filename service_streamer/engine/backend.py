@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import StreamerError
-from ..observe.record import NO_OUTPUTS, Call, Timing
+from ..observe.record import NO_OUTPUTS, Call
 from ..reporting import quiet_log
 from ..workers.protocol import Failure
 
@@ -28,40 +28,22 @@ IN_CALLBACK = (
     "callback of that future"
 )
 
-#: The outputs, encoded, or why there are none.
-_Outcome: TypeAlias = list[Any] | Failure
-
-
-class Accepted(Protocol):
-    """A call that a backend has accepted; its caller holds it to give it up."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a part of it is known to be with a worker."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was answered, has failed, or was withdrawn."""
-
-    @property
-    def timing(self) -> Timing | None:
-        """Where its time went; None unless it was answered with results, and that is known."""
+#: The outputs, encoded and in the order of the items, or why there are none.
+Outcome: TypeAlias = list[Any] | Failure
 
 
 class Reply(Protocol):
-    """Where the outcome of a call goes: one of the methods is called, once, never under a lock.
+    """Where the outcome of a call goes.
 
     Attributes:
-        call: set by the backend when it accepts the call, before that can be over.
+        call: what the backend gives to its caller, to withdraw the call, when it accepts that and
+            before it can be over. It knows ``is_running``, ``is_over`` and ``timing``.
     """
 
     call: Any
 
-    def complete(self, outputs: list[Any]) -> None:
-        """The call succeeded; ``outputs`` are in the order of its items, for ``decode``."""
-
-    def fail(self, failure: Failure) -> None:
-        """The call failed; the caller asks for the exception, in its own thread."""
+    def end(self, outcome: Outcome) -> None:
+        """The call is over. Called once, never under a lock; decoding is the caller's, later."""
 
 
 class Backend(Protocol):
@@ -98,7 +80,7 @@ class Backend(Protocol):
         """Let the item of a stream rest for a while, or go on: a hint, if that can be had."""
 
     def decode(self, outputs: list[Any]) -> list[Any]:
-        """What ``Reply.complete`` got, as the model returned it. Raises ModelError."""
+        """What ``Reply.end`` got, as the model returned it. Raises ModelError."""
 
     def late(self, timeout: float | None) -> StreamerError:
         """What to raise when the results were not there within ``timeout`` seconds."""
@@ -109,14 +91,13 @@ class Backend(Protocol):
     def model_description(self) -> Mapping[str, Any] | None:
         """What the model says of itself; empty if nothing, None while that is not known.
 
-        Raises:
-            StreamerError: it never will be known: no worker can load the model, or it is closed.
+        Raises StreamerError if it never will be: no worker can load the model, or it is closed.
         """
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
         """Have it called, in any thread, when ``model_description`` may have another answer.
 
-        It must neither block nor raise. There is one at a time.
+        Perhaps also for nothing. It must neither block nor raise. There is one at a time.
         """
 
     def check_process(self) -> None:
@@ -183,12 +164,12 @@ class BlockingReply:
 
     def __init__(self) -> None:
         #: None again when the outcome is there: no caller gives it up then.
-        self.call: Accepted | None = None
+        self.call: Any = None
         #: What the thread has to pass on; set before it is woken.
         self.relay: Relay | None = None
         #: Set by the thread before it looks for a relay, if it does not wait any more.
         self.has_left = False
-        self._outcome: _Outcome = []
+        self._outcome: Outcome = []
         self._arrived = threading.Lock()  # held until the outcome is there
         self._arrived.acquire()
 
@@ -220,15 +201,11 @@ class BlockingReply:
                 del self  # as in ``predict_blocking``
         return self._outcome
 
-    def complete(self, outputs: list[Any]) -> None:
-        self.put(outputs)
+    def end(self, outcome: Outcome) -> None:
+        self.put(outcome)
         self.wake()
 
-    def fail(self, failure: Failure) -> None:
-        self.put(failure)
-        self.wake()
-
-    def put(self, outcome: _Outcome) -> None:
+    def put(self, outcome: Outcome) -> None:
         """The call is over; ``wake`` is called next."""
         self._outcome = outcome
         self.call = None
@@ -261,22 +238,17 @@ class Relay:
     steps.
     """
 
-    __slots__ = ("_all", "_clock", "_ends_at", "_waiters")
+    __slots__ = ("_all", "_ends_at", "_waiters")
 
-    def __init__(
-        self, waiters: Sequence[BlockingReply], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, waiters: Sequence[BlockingReply]) -> None:
         self._all = waiters
         self._waiters = deque(waiters)
-        self._clock = clock
-        self._ends_at = clock() + PATIENCE
+        self._ends_at = time.monotonic() + PATIENCE
 
     def pass_on(self) -> None:
         """Wake the next, which will do the same; all that are left if this has taken too long."""
         waiters = self._waiters
-        if not waiters:
-            return
-        wakes_all = self._clock() >= self._ends_at
+        wakes_all = bool(waiters) and time.monotonic() >= self._ends_at
         while waiters:
             try:
                 waiter = waiters.popleft()
@@ -349,7 +321,7 @@ async def predict_in_loop(backend: Backend, call: Call) -> list[Any]:
         del accepted, call, error, outcome, reply
 
 
-def _end_wait(future: asyncio.Future[_Outcome | None]) -> None:
+def _end_wait(future: asyncio.Future[Outcome | None]) -> None:
     if not future.done():
         future.set_result(None)
 
@@ -364,9 +336,9 @@ class LoopReply:
     __slots__ = ("_mailbox", "call", "future")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox | None = None) -> None:
-        self.call: Accepted | None = None
+        self.call: Any = None
         #: None is for whoever ends the wait.
-        self.future: asyncio.Future[_Outcome | None] = loop.create_future()
+        self.future: asyncio.Future[Outcome | None] = loop.create_future()
         self._mailbox = mailbox or mailbox_of(loop)
 
     def flush_soon(self, backend: Backend) -> None:
@@ -378,13 +350,10 @@ class LoopReply:
         if self.call is not None and not self.call.is_over:  # else it is answered already
             self._mailbox.flush_soon(backend)
 
-    def complete(self, outputs: list[Any]) -> None:
-        self.put(outputs).deliver_soon()
+    def end(self, outcome: Outcome) -> None:
+        self.put(outcome).deliver_soon()
 
-    def fail(self, failure: Failure) -> None:
-        self.put(failure).deliver_soon()
-
-    def put(self, outcome: _Outcome) -> Mailbox:
+    def put(self, outcome: Outcome) -> Mailbox:
         """The call is over; returns the mailbox that is to deliver it, with others."""
         self._mailbox.put(self.future, outcome)
         return self._mailbox
@@ -445,21 +414,17 @@ class Mailbox:
             self._loop.call_soon(self._deliver)
 
 
-#: The mailbox of each loop, while a reply or a delivery on its way holds it: not longer, since its
-#: outcomes hold futures, which hold the loop.
-_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[Mailbox]]
-_mailboxes = weakref.WeakKeyDictionary()
-_mailboxes_lock = threading.Lock()
+#: The mailbox of each loop, by its id, while a reply or a delivery on its way holds it: not longer,
+#: since it holds the loop.
+_mailboxes: weakref.WeakValueDictionary[int, Mailbox] = weakref.WeakValueDictionary()
 
 
 def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
-    with _mailboxes_lock:
-        reference = _mailboxes.get(loop)
-        mailbox = reference() if reference is not None else None
-        if mailbox is None:
-            mailbox = Mailbox(loop)
-            _mailboxes[loop] = weakref.ref(mailbox)
-        return mailbox
+    """For the loop's own thread."""
+    mailbox = _mailboxes.get(id(loop))
+    if mailbox is None:
+        mailbox = _mailboxes[id(loop)] = Mailbox(loop)
+    return mailbox
 
 
 def answer(calls: Sequence[Call]) -> None:
@@ -467,20 +432,17 @@ def answer(calls: Sequence[Call]) -> None:
     waiters: list[BlockingReply] = []
     mailboxes: set[Mailbox] = set()
     for call in calls:
-        # Whoever still holds the call does not hold its results.
-        reply, outputs, call.reply, call.outputs = call.reply, call.outputs, None, NO_OUTPUTS
+        reply, outcome = call.reply, call.outputs if call.failure is None else call.failure
+        call.reply, call.outputs = None, NO_OUTPUTS  # who still holds the call holds no results
         kind = type(reply)
         try:
-            if call.failure is not None:
-                if reply is not None:  # else it was answered before a bug of ours
-                    reply.fail(call.failure)
-            elif kind is BlockingReply:
-                reply.put(outputs)
+            if kind is BlockingReply:
+                reply.put(outcome)
                 waiters.append(reply)
             elif kind is LoopReply:
-                mailboxes.add(reply.put(outputs))
-            elif reply is not None:
-                reply.complete(outputs)
+                mailboxes.add(reply.put(outcome))
+            elif reply is not None:  # else it was answered just now: the state was in doubt
+                reply.end(outcome)
         except BaseException:
             # A callback of a user's may raise anything, SystemExit too. Others wait for their
             # answers, and the thread does not end for it.

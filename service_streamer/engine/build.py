@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..batching.batcher import build_batcher
+from ..batching.call_ledger import CallFailures
 from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel, find_length
 from ..options import kinds
@@ -116,17 +117,6 @@ def _measuring(function: Callable[[Any], object], name: str, codec: Codec | None
 #: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
 Model = Callable[[list[Any]], Any] | type[ManagedModel] | str
 
-#: Of calls whose time ends before they are computed.
-EXPIRED = Failure(PredictTimeout("the call could not be computed in its time"))
-
-#: The same after a worker died with them.
-EXPIRED_SUSPECT = Failure(
-    PredictTimeout(
-        "a worker died while it held this call, and the call's time ended before the item at fault "
-        "was found; the log says what the worker died of"
-    )
-)
-
 
 def build_engine(
     model: Model,
@@ -208,15 +198,12 @@ def assemble(
         has_lengths=lengths is not None,
         round_trip=round_trip,
         batch_timeout=_batch_bound(options, ends=not is_local),
-        expired=EXPIRED,
-        expired_suspect=EXPIRED_SUSPECT,
-        shared=not_blamed,
+        call_failures=CALL_FAILURES,
     )
     least, most = options.worker_range
     return Engine(
         transport,
         Fleet(batcher, least, most, None if is_local else options.start_timeout),
-        max_pending=options.max_pending,
         hang=_why_hung(options, is_local=is_local),
         lengths=lengths,
     )
@@ -257,7 +244,7 @@ def _why_hung(options: StreamerOptions, *, is_local: bool) -> str:
 # model's exception: its text may quote the item, and goes only to the call whose item that is.
 
 
-def not_blamed(failure: Failure, is_loss: bool) -> Failure:
+def _not_blamed(failure: Failure, is_loss: bool) -> Failure:
     """For the calls of a batch that failed, if it is not known which of them it was.
 
     Workers died of it, so many that the search was ended, or the model raised and nothing may be
@@ -277,3 +264,15 @@ def not_blamed(failure: Failure, is_loss: bool) -> Failure:
             "fails. The log has the exception"
         )
     )
+
+
+CALL_FAILURES = CallFailures(
+    expired=Failure(PredictTimeout("the call could not be computed in its time")),
+    expired_suspect=Failure(
+        PredictTimeout(
+            "a worker died while it held this call, and the call's time ended before the item at "
+            "fault was found; the log says what the worker died of"
+        )
+    ),
+    shared=_not_blamed,
+)

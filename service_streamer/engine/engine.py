@@ -64,14 +64,9 @@ class Engine(Loop):
     Args:
         transport: not started yet; the engine starts, owns and closes it.
         fleet: new.
-        max_pending: the bound of the batcher, for messages and for a look before the encoding.
         hang: why workers are killed: see ``Loop``.
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
-
-    Attributes:
-        decode: what ``Reply.complete`` gets, as the model returned it. Raises ModelError. For any
-            thread.
     """
 
     def __init__(
@@ -79,7 +74,6 @@ class Engine(Loop):
         transport: Transport,
         fleet: Fleet,
         *,
-        max_pending: int | None = None,
         hang: str = "its batch took too long",
         lengths: Lengths | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -87,7 +81,6 @@ class Engine(Loop):
         super().__init__(transport, fleet, hang=hang, clock=clock)
         self.lengths = lengths
         self.decode = transport.decode
-        self._max_pending = max_pending
         self._on_call: Callable[[Call], None] | None = None
 
     def start(self) -> None:
@@ -108,10 +101,6 @@ class Engine(Loop):
             callback()
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
-        """Call it in the engine's thread when a worker is ready or lost, and at the end.
-
-        Now and then also for nothing. It must neither block nor raise.
-        """
         self.on_workers = callback
 
     def watch(
@@ -136,14 +125,7 @@ class Engine(Loop):
     # -- calls
 
     def submit(self, call: Call) -> None:
-        """Accept a call of any number of items. What is not sent in its time is never computed.
-
-        Raises:
-            StreamerError: it was not accepted: the streamer is closed, broken, overloaded, or of
-                another process, or the call has no time left, or too little; its reply is not
-                called.
-            Exception: of the function that gives the lengths; as above.
-        """
+        """See ``Backend``. Also raises what the function raises that gives the lengths."""
         # A system call each time: uWSGI forks without the hooks by which it could be known before.
         if os.getpid() != self._pid or self.fleet.refusal is not None:
             self.check_process()
@@ -152,16 +134,16 @@ class Engine(Loop):
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("the call had no time left when it was made")
         if not size:
-            call.reply.complete([])
+            call.reply.end([])
             return
-        if self._max_pending is not None:
+        if self.batcher.max_pending != math.inf:
             self.check_room(size)  # a refusal needs no encoding
         if self.lengths is not None:
             call.lengths = self.lengths(call.payloads)
         try:
             call.payloads = self.transport.encode(call.payloads)
         except StreamerError as error:
-            call.reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
+            call.reply.end(Failure(error.with_traceback(None)))  # its frames hold the items
             return
         if self._on_call is not None:
             self._on_call(call)
@@ -202,8 +184,7 @@ class Engine(Loop):
                 self.transport.wakeup()
         except BaseException:
             self.is_torn = True
-            for outbox in [*self.outboxes.values()]:
-                outbox.release()
+            self.let_others_send()
             self.transport.wakeup()
             raise
         return result
@@ -213,7 +194,7 @@ class Engine(Loop):
         batcher = self.batcher
         if self.fleet.refusal is not None:
             return self.fleet.refusal.exception()
-        if self._max_pending is not None and not batcher.has_room_for(call.size):
+        if batcher.max_pending != math.inf and not batcher.has_room_for(call.size):
             return self._overloaded(call.size)
         now = self.clock()
         timeout = call.timeout
@@ -238,16 +219,13 @@ class Engine(Loop):
     def check_room(self, size: int = 1) -> None:
         """Raises Overloaded if so many items would not be accepted now."""
         batcher = self.batcher
-        if self._max_pending is None or batcher.has_room_for(size):  # a look without the lock
+        if batcher.has_room_for(size):  # a look without the lock
             return
 
-        def look(size: int) -> Overloaded | None:
-            # What has come together may go to workers that are free.
-            self.take_up(batcher.calls_submitted(self.clock()))
-            return None if batcher.has_room_for(size) else self._overloaded(size)
-
         self.check_process()  # before the lock, which a fork may have copied while held
-        refusal = self._change(look, size)
+        self.flush()  # what has come together may go to workers that are free
+        with self.lock:
+            refusal = None if batcher.has_room_for(size) else self._overloaded(size)
         if refusal is not None:
             try:
                 raise refusal
@@ -258,19 +236,18 @@ class Engine(Loop):
         """Count a call of so many items as refused; what its caller gets. Locked."""
         batcher = self.batcher
         batcher.figures.rejected_calls += 1
-        if size > (self._max_pending or 0):
+        if size > batcher.max_pending:
             return Overloaded(
-                f"the call has {size} items, more than max_pending of {self._max_pending} ever "
+                f"the call has {size} items, more than max_pending of {batcher.max_pending} ever "
                 "lets wait; send fewer at once"
             )
         batcher.figures.refused_items += size  # a shorter queue would have had room for them
         return Overloaded(
             f"{batcher.queue.counted} items wait, and {size} more would be beyond max_pending of "
-            f"{self._max_pending}; try again later"
+            f"{batcher.max_pending}; try again later"
         )
 
     def flush(self) -> None:
-        """All the calls have been submitted that were said to follow: have them sent."""
         self._change(
             lambda batcher: self.take_up(batcher.calls_submitted(self.clock())), self.batcher
         )
@@ -281,7 +258,6 @@ class Engine(Loop):
         return self._change(lambda call: not call.is_running and self.let_go((call, False)), call)
 
     def withdraw(self, call: Call, *, has_expired: bool = False) -> None:
-        """The caller has gone, perhaps for lack of time: drop what has not been sent."""
         self.check_process()
         if is_owned(self.lock):  # a finalizer interrupts this thread in the middle of a change
             self.left.append((call, has_expired))
@@ -290,7 +266,6 @@ class Engine(Loop):
             self._change(self.let_go, (call, has_expired))
 
     def extend(self, call: Call, deadline: float) -> bool:
-        """Somebody waits for the call until ``deadline`` of the clock; False if it is over."""
         with self.lock:
             call.deadline = max(call.deadline, deadline)
             return not call.is_over
@@ -303,12 +278,11 @@ class Engine(Loop):
             if steps is None or (is_held and self.fleet.state is EngineState.DRAINING):
                 return  # the consumer may be who waits for the end of it
             for batch in steps.hold(call, self.clock(), is_held=is_held):
-                self.put(batch.slot, (HOLD if is_held else RESUME, batch.id))
+                self.unsent.append((batch.slot, HOLD if is_held else RESUME, batch.id))
 
         self._change(hold, call)
 
     def late(self, timeout: float | None) -> StreamerError:
-        """What to raise when the results were not there within ``timeout`` seconds."""
         text = f"no result within {timeout} s ({self.describe()})"
         if self.batcher.retries.has_waiting_alone:
             text += "; a worker died, and the search for the item at fault is still running"
@@ -317,12 +291,6 @@ class Engine(Loop):
     # -- how it stands
 
     def model_description(self) -> Mapping[str, Any] | None:
-        """What the model says of itself; empty if nothing, None while no worker has loaded it.
-
-        Raises:
-            WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
-            StreamerForked: in a forked child.
-        """
         with self._guarded():
             if self.fleet.description is None:
                 self._check_accepting()
@@ -367,7 +335,6 @@ class Engine(Loop):
             return self.fleet.workers(self.transport.device)
 
     def describe(self) -> str:
-        """The state in one line, for a ``repr``."""
         if os.getpid() != self._pid:
             return f"of process {self._pid}"
         return self.stats().gist
@@ -375,13 +342,7 @@ class Engine(Loop):
     # -- workers
 
     def wait_ready(self, timeout: float | None) -> None:
-        """Block until every worker has loaded its model.
-
-        Raises:
-            WorkerStartError, WorkerLost: one could not, and is tried only seldom from now on.
-            WorkerStartTimeout: the time ended first; they go on loading.
-            StreamerClosed: it was closed meanwhile.
-        """
+        """Block until every worker has loaded its model, or one could not. See ``BaseStreamer``."""
         self.check_process()
         self.check_not_in_callback()
         self._wait_workers(
@@ -391,7 +352,7 @@ class Engine(Loop):
         )
 
     def _wait_workers(self, is_done: Callable[[], bool], timeout: float | None, late: str) -> None:
-        """Block until a change of the workers is done. Raises what ``wait_ready`` does."""
+        """Block until a change of the workers is done, or one of them could not be started."""
         fleet = self.fleet
         with self.lock:
             in_time = self.changed.wait_for(
@@ -439,24 +400,11 @@ class Engine(Loop):
         self.wait_restarted(self.begin_restart(overlap), timeout)
 
     def begin_restart(self, overlap: Overlap) -> int:
-        """Begin to replace every worker; returns the number of this restart.
-
-        Args:
-            overlap: whether a new one is ready before the old one ends: see ``Supervisor``.
-
-        Raises:
-            StreamerClosed: it is closed.
-        """
+        """Begin to replace every worker; returns the number of this restart."""
         return self._change_workers(lambda: self.fleet.supervisor.renew(overlap))
 
     def wait_restarted(self, generation: int, timeout: float | None) -> None:
-        """Block until a restart is over.
-
-        Raises:
-            WorkerStartError: a new one could not be started; the old ones that are left go on.
-            WorkerStartTimeout: the time ended first; the restart goes on.
-            StreamerClosed: it was closed meanwhile.
-        """
+        """Block until a restart is over. Raises what ``ScaledStreamer.restart_workers`` does."""
         fleet = self.fleet
         supervisor = fleet.supervisor
 
@@ -500,8 +448,8 @@ class Engine(Loop):
         self.transport.wakeup()
         # A signal handler may run while this thread holds a lock that the loop needs to end; it may
         # hold some of the transport's while it sends.
-        locks = [self.lock, *(outbox.lock for outbox in [*self.outboxes.values()])]
-        if threading.current_thread() is not self.thread and not any(map(is_owned, locks)):
+        is_interrupting = is_owned(self.lock) or is_owned(self.sending)
+        if threading.current_thread() is not self.thread and not is_interrupting:
             self.join()
 
     def abandon(self) -> None:
@@ -526,7 +474,6 @@ class Engine(Loop):
         return self.lock
 
     def check_process(self) -> None:
-        """Refuse use in a forked child."""
         if os.getpid() != self._pid:
             raise StreamerForked(
                 f"this streamer was built in process {self._pid} and came to process {os.getpid()} "
@@ -535,7 +482,6 @@ class Engine(Loop):
             )
 
     def check_not_in_callback(self) -> None:
-        """Refuse to block the loop thread: it would wait for itself."""
         thread = self.thread  # whose number another one has when it has ended
         if threading.get_ident() == thread.ident and threading.current_thread() is thread:
             self.check_process()  # in a fork made by a callback, that copy of the thread is ours

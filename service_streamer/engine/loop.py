@@ -3,12 +3,12 @@
 transport.wait ◀──── BatchReport ─────── one per batch
 ├─ lock ── batcher: batch_returned, ...; supervisor: lost, ... ── unlock
 ├─ transport.send: workers are busy again first,
-├─ reply.complete / reply.fail: then callers get their results,
+├─ reply.end: then callers get their results,
 └─ transport.start, stop, kill: then workers are looked after
 
 The lock guards the calls, what is on its way to workers, and how all that stands. It is held for a
 few microseconds only: no I/O, no pickling, no logging, no code of users and no completing of
-futures happens under it. One thread that waits alone is woken under it, which releases a lock.
+futures happens under it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..batching.batcher import NOTHING, Actions, Batcher
+from ..batching.batcher import NOTHING, Actions
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..reporting import counted, quiet_log, report_bug, summary
 from ..supervision.supervisor import Loss, backoff
 from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
-from .backend import BlockingReply, Mailbox, answer
+from .backend import Mailbox, answer
 from .fleet import EngineState, Fleet, FleetEvent
 from .threads import AtExit, is_owned, rest_if_copied
 
@@ -46,56 +46,6 @@ ABORT_GRACE = 0.5
 WOKEN = -math.inf
 
 
-class WorkerOutbox:
-    """What is on its way to one worker, which gets it in this order.
-
-    A thread that has found the outbox in ``Loop.unsent`` sends all that it finds there, also what
-    another thread has put in: so it overtakes no thread that was stopped on its way here.
-
-    Attributes:
-        messages: batches, and what the worker is to be told of one: what, and its id. One is taken
-            out when the transport has it, and not before: a signal handler may raise in between.
-        lock: held from the look at one until it is taken out. Reentrant, as ``Loop.lock``.
-    """
-
-    def __init__(self, slot: int) -> None:
-        self._slot = slot
-        self.lock = threading.RLock()
-        self.messages: collections.deque[BatchRecord | tuple[int, int]] = collections.deque()
-
-    def send(self, transport: Transport, batcher: Batcher) -> None:
-        """Send everything. For any thread, without the engine's lock."""
-        if is_owned(self.lock):  # a signal handler has interrupted this thread, which goes on
-            return
-        # No thread waits for the lock: what is added while another one holds it that one sends,
-        # since it looks again when it has released it.
-        while self.messages and self.lock.acquire(blocking=False):
-            try:
-                while self.messages:
-                    message = self.messages[0]
-                    self._send(message, transport, batcher)
-                    self.messages.popleft()
-                    if isinstance(message, BatchRecord):
-                        _note_sent(message)
-            finally:
-                self.release()
-
-    def release(self) -> None:
-        """Let others send, if this thread holds the lock: perhaps a signal handler has raised."""
-        if is_owned(self.lock):
-            self.lock.release()
-
-    def _send(
-        self, message: BatchRecord | tuple[int, int], transport: Transport, batcher: Batcher
-    ) -> None:
-        if isinstance(message, tuple):
-            transport.tell(self._slot, *message)
-            return
-        is_stream = batcher.has_steps and any(call.is_stream for call, _, _ in message.spans)
-        calls = message.items_by_call() if message.calls > 1 and batcher.isolates_errors else 0
-        transport.send(self._slot, message.id, message.payloads, calls=calls, is_stream=is_stream)
-
-
 class Loop:
     """The state of an engine, and its thread: no other one waits for the transport, or starts and
     ends workers. ``Engine`` adds what callers and owners call.
@@ -108,8 +58,11 @@ class Loop:
             workers are not killed for their batch, why not.
 
     Attributes:
-        unsent: outboxes into which something was put. Whoever comes by sends what is there, so that
-            nothing is left behind by a thread that was interrupted in between.
+        unsent: batches, and orders about one: a slot, what, and the batch's id. Workers get them in
+            this order. Whoever comes by sends all of them, so that no thread overtakes one that was
+            stopped on its way. One is taken out when the transport has it, and not before: a signal
+            handler may raise in between.
+        sending: held from the look at one of these until it is taken out. Reentrant, as ``lock``.
         open_calls: those that are accepted and not answered, in the order of their arrival. What
             they need and what workers hold is the truth from which ``settle`` derives the rest.
         is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
@@ -147,8 +100,8 @@ class Loop:
         # The state, or that of a worker. Take ``lock`` itself to wait: a signal handler that raises
         # within ``Condition.__enter__``, which is Python, would leave it locked for ever.
         self.changed = threading.Condition(self.lock)
-        self.unsent: collections.deque[WorkerOutbox] = collections.deque()
-        self.outboxes: dict[int, WorkerOutbox] = {}
+        self.unsent: collections.deque[BatchRecord | tuple[int, int, int]] = collections.deque()
+        self.sending = threading.RLock()
         self.open_calls: dict[Call, None] = {}  # an ordered set
         self.is_torn = False
         self.left: collections.deque[tuple[Call, bool] | None] = collections.deque()
@@ -167,19 +120,10 @@ class Loop:
 
     # -- the state: locked
 
-    def put(self, slot: int, message: BatchRecord | tuple[int, int]) -> None:
-        """Have a worker sent a batch, or told something about one: see ``WorkerOutbox``. Locked."""
-        outbox = self.outboxes.get(slot)
-        if outbox is None:
-            outbox = self.outboxes[slot] = WorkerOutbox(slot)
-        outbox.messages.append(message)
-        self.unsent.append(outbox)
-
     def take_up(self, actions: Actions) -> None:
         """Queue the batches, and leave the rest to the loop. Locked."""
         if actions is not NOTHING:
-            for batch in actions.batches:  # of each worker in this order
-                self.put(batch.slot, batch)
+            self.unsent.extend(actions.batches)
             if any(actions[1:]):
                 self.undone.append(actions)
 
@@ -225,7 +169,12 @@ class Loop:
             returned = [event for event in events if isinstance(event, BatchReport)]
             self.batcher.end_all(unanswered, failure, self.clock(), returned)
             self.fleet.supervisor.due = -math.inf  # some workers may hold nothing now
-        self._list_unsent()
+        listed = {*[*self.unsent]}  # in one step, since others take out
+        # The others were cut last. One that another thread is done with at this moment may be among
+        # them: the transport does not send it again.
+        self.unsent.extend(
+            batch for batch in self.batcher.in_flight() if batch.payloads and batch not in listed
+        )
         self.waits_until = math.inf
         ended: list[Call] = []
         for call in [call for call in calls if call.is_over]:
@@ -240,31 +189,17 @@ class Loop:
         call, has_expired = leaving
         is_withdrawn = self.batcher.withdraw(call, has_expired=has_expired)
         if is_withdrawn:
-            self.forget(call)
+            call.reply = None
+            self.open_calls.pop(call, None)
+            self._drop_unwanted()
+            if self.fleet.state is EngineState.DRAINING:
+                self.undone.append(NOTHING)  # have the loop look whether it waited for this one
         return is_withdrawn
-
-    def forget(self, call: Call) -> None:
-        """No caller waits for the call any more, which is over. Locked."""
-        call.reply = None
-        self.open_calls.pop(call, None)
-        self._drop_unwanted()
-        if self.fleet.state is EngineState.DRAINING:
-            self.undone.append(NOTHING)  # have the loop look whether it waited for this call only
 
     def _drop_unwanted(self) -> None:
         """Workers are told which batches have lost their callers."""
         for slot, batch_id in self.batcher.take_unwanted():
-            self.put(slot, (DROP, batch_id))
-
-    def _list_unsent(self) -> None:
-        """Have every batch sent that a worker is to have, and may not have been sent."""
-        listed = {message for box in self.outboxes.values() for message in [*box.messages]}
-        # The others were cut last. One that another thread is done with at this moment may be among
-        # them: the transport does not send it again.
-        for batch in self.batcher.in_flight():
-            if batch.payloads and batch not in listed:
-                self.put(batch.slot, batch)
-        self.unsent.extend([*self.outboxes.values()])
+            self.unsent.append((slot, DROP, batch_id))
 
     def begin_drain(self, deadline: float) -> None:
         """Accept nothing any more. Locked."""
@@ -282,14 +217,12 @@ class Loop:
         steps = self.batcher.steps
         if steps is not None:
             for batch in steps.wake(now, slot):
-                self.put(batch.slot, (RESUME, batch.id))
+                self.unsent.append((batch.slot, RESUME, batch.id))
 
     def _apply(self, event: FleetEvent, now: float) -> None:
         """Let what happened change the state."""
         self.take_up(self.fleet.apply(event, now))
         if not isinstance(event, BatchReport):
-            if isinstance(event, WorkerDied):
-                self.outboxes.pop(event.slot, None)
             self.changed.notify_all()
 
     def keep_record(self, record: BatchRecord) -> None:
@@ -300,14 +233,38 @@ class Loop:
     # -- the thread
 
     def send(self) -> None:
-        """Send what is in the outboxes. For any thread, without the lock."""
-        unsent = self.unsent
-        while unsent:
+        """Send what is unsent. For any thread, without the lock."""
+        if is_owned(self.sending):  # a signal handler has interrupted this thread, which goes on
+            return
+        # No thread waits for the others: what is added while one of them sends, that one sends,
+        # since it looks again when it has released the lock.
+        while self.unsent and self.sending.acquire(blocking=False):
             try:
-                outbox = unsent.popleft()
-            except IndexError:  # another thread was faster
-                return
-            outbox.send(self.transport, self.batcher)
+                while self.unsent:
+                    message = self.unsent[0]
+                    if isinstance(message, BatchRecord):
+                        self._send_batch(message)
+                    else:
+                        self.transport.tell(*message)
+                    self.unsent.popleft()
+                    if isinstance(message, BatchRecord):
+                        message.payloads = []
+            finally:
+                self.let_others_send()
+
+    def _send_batch(self, batch: BatchRecord) -> None:
+        batcher = self.batcher
+        is_stream = batcher.has_steps and any(call.is_stream for call, _, _ in batch.spans)
+        calls = batch.items_by_call() if batch.calls > 1 and batcher.isolates_errors else 0
+        self.transport.send(batch.slot, batch.id, batch.payloads, calls=calls, is_stream=is_stream)
+        if logger.isEnabledFor(logging.DEBUG):
+            size = counted(batch.size, "item")
+            log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
+
+    def let_others_send(self) -> None:
+        """Release the lock if this thread holds it: perhaps a signal handler has raised."""
+        if is_owned(self.sending):
+            self.sending.release()
 
     def join(self) -> None:
         """Block until the workers have ended, and the thread with them.
@@ -323,7 +280,7 @@ class Loop:
         failures = 0  # in a row
         events: list[WorkerEvent] = []
         try:
-            timeout = self._time_to_wait()
+            timeout: float | None = 0.0
             while timeout is not None:
                 try:
                     # No operating system waits for years at once.
@@ -389,14 +346,14 @@ class Loop:
             now = self.clock()
             due = min(batcher.deadline, fleet.supervisor.due, fleet.scaling.due)
             if fleet.state is EngineState.DRAINING:
-                is_answered = batcher.is_answered and not self.unsent
-                if is_answered or self.drain_deadline <= now:
+                if batcher.is_answered or self.drain_deadline <= now:
                     return None
                 due = min(due, self.drain_deadline)
-            if self.undone or self.unsent or self.left:
+            if self.undone or self.left:
                 due = now
             self.waits_until = due
-            return max(0.0, due - now)
+        self.send()  # orders that follow from what was settled
+        return max(0.0, due - now)
 
     def _handle(self, events: list[WorkerEvent]) -> float | None:
         """Apply what happened, send, answer; returns what ``_time_to_wait`` does.
@@ -407,16 +364,12 @@ class Loop:
         fleet, batcher = self.fleet, self.batcher
         calls: list[Call] = []
         parts: list[tuple[Call, Any]] = []
-        if logger.isEnabledFor(logging.DEBUG):
-            _log_failures(events)  # before they are applied, which releases the failures
         try:
             with self.lock:
                 self.settle()
                 now = self.clock()
                 if len(events) > 1:
                     fleet.foresee(events)
-                elif events and isinstance(events[0], BatchReport):
-                    self._answer_alone(events[0])
                 for event in events:
                     if isinstance(event, StepReport):
                         parts += batcher.scheduler.stepped(event, now)
@@ -445,17 +398,6 @@ class Loop:
             self._look_after_workers(rest)
             timeout = self._time_to_wait()
         return timeout
-
-    def _answer_alone(self, report: BatchReport) -> None:
-        """Let the thread go on whose results are all that a batch brings. Locked.
-
-        Until it runs, this thread learns from the batch. Many threads would wake up too early, and
-        wait for the interpreter lock.
-        """
-        call = self.batcher.answered_alone(report)
-        if call is not None and type(call.reply) is BlockingReply:
-            reply, call.reply = call.reply, None
-            reply.complete(report.outputs)
 
     def _look_after_workers(self, rest: Sequence[Actions]) -> None:
         """Do what happens seldom: end and start workers, and log.
@@ -511,15 +453,12 @@ class Loop:
     def _shut_down(self, reason: Failure | None) -> None:
         """End all. With a reason of None it was closed."""
         fleet, batcher = self.fleet, self.batcher
-        refusal = reason
         if reason is None:
             kind = AtExit if self.is_exiting else Failure
-            error = StreamerClosed("the streamer was closed before the call was served")
-            reason, refusal = kind(error), Failure(error)
+            reason = kind(StreamerClosed("the streamer was closed before the call was served"))
         with self.lock:
             fleet.state = EngineState.CLOSED
-            if fleet.refusal is None:
-                fleet.refusal = refusal
+            fleet.refusal = fleet.refusal or reason  # there is one if it was closed
             is_idle = batcher.is_empty and not fleet.supervisor.is_loading
             calls = self._restore(reason)
             self.is_torn = False
@@ -563,16 +502,3 @@ class Loop:
             except BaseException:  # as of a callback: this thread does not end for it
                 log(logging.ERROR, "what watches the batches raised", exc_info=True)
             record.release()
-
-
-def _note_sent(batch: BatchRecord) -> None:
-    batch.payloads = []
-    if logger.isEnabledFor(logging.DEBUG):
-        size = counted(batch.size, "item")
-        log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
-
-
-def _log_failures(events: Sequence[WorkerEvent]) -> None:
-    for event in events:
-        if isinstance(event, BatchReport) and event.failure is not None:
-            log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)

@@ -3,7 +3,7 @@
     engine's thread                  consumer's thread, or task
     ---------------                  --------------------------
     put_part(output) ──▶ buffer ──▶  next(stream): decode, hand out
-    complete / fail  ──▶ buffer ──▶  the end, or the error
+    end(outcome)     ──▶ buffer ──▶  the end, or the error
                          ◀────────   close, or nothing refers to it: the place is freed
 
 What the consumer has not asked for yet waits in a buffer of its own, so one that lags holds up
@@ -24,7 +24,7 @@ from typing import Any, Generic, Self, TypeVar
 from ..errors import Overloaded, StreamerError
 from ..observe.record import Call, Timing
 from ..workers.protocol import Failure
-from .backend import Accepted, Backend, Mailbox, mailbox_of
+from .backend import Backend, Mailbox, Outcome, mailbox_of
 from .threads import Doorbell
 
 
@@ -32,12 +32,12 @@ class Outputs:
     """Where the outputs of a call go until they are asked for. The engine has it with the call."""
 
     #: What says that no more come.
-    end: type[Exception]
+    stop: type[Exception]
     #: Whether other calls follow at once.
     _more = False
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
-        self.call: Accepted | None = None
+        self.call: Any = None
         self.backend = backend
         self.is_over = False  # nothing more comes
         self.buffer: deque[Any] = deque()  # encoded
@@ -73,7 +73,7 @@ class Outputs:
             f"{size} outputs of the stream wait for their consumer, which is too slow; "
             "max_buffered sets how many may"
         )
-        self.fail(Failure(lagging))
+        self.end(Failure(lagging))
         self.backend.withdraw(self.call)
         return None
 
@@ -85,15 +85,12 @@ class Outputs:
             self._is_held = True
             self._resume()  # the consumer may have caught up before that was set
 
-    def complete(self, outputs: list[Any]) -> None:
-        """All outputs have come; these are those that have not been handed out yet."""
-        self.buffer += outputs
-        self.is_over = True
-        self.wake_now()
-
-    def fail(self, failure: Failure) -> None:
-        """No more outputs come. Those that have come are handed out before the error."""
-        self._failure = failure
+    def end(self, outcome: Outcome) -> None:
+        """The last outputs have come, or no more come; all are handed out before the error."""
+        if isinstance(outcome, Failure):
+            self._failure = outcome
+        else:
+            self.buffer += outcome
         self.is_over = True
         self.wake_now()
 
@@ -145,7 +142,7 @@ class Outputs:
             return StreamerError(self._why_cut_off)
         failure, self._failure = self._failure, None
         if failure is None:
-            return self.end()
+            return self.stop()
         error = failure.exception()
         if isinstance(error, (StopIteration, StopAsyncIteration)):  # it would be taken for the end
             wrong = RuntimeError(f"the model raised {type(error).__name__}")
@@ -176,17 +173,12 @@ class Outputs:
 class ThreadOutputs(Outputs):
     """For a thread that waits."""
 
-    end = StopIteration
+    stop = StopIteration
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         super().__init__(backend, max_buffered, fails_behind=fails_behind)
         self._doorbell = Doorbell()
-        self._seat = threading.Lock()  # of the consumer, while it waits
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a thread waits for an output."""
-        return self._seat.locked()
+        self.seat = threading.Lock()  # of the consumer, while it waits
 
     def wake(self) -> None:
         self._doorbell.ring()
@@ -194,7 +186,7 @@ class ThreadOutputs(Outputs):
     def wait(self) -> None:
         """Block until something has come; now and then it returns sooner."""
         self.backend.check_not_in_callback()
-        if not self._seat.acquire(blocking=False):  # one output would wake only one of the two
+        if not self.seat.acquire(blocking=False):  # one output would wake only one of the two
             raise RuntimeError("another thread waits for the next output of this stream")
         try:
             if not self.is_ready:
@@ -209,13 +201,13 @@ class ThreadOutputs(Outputs):
                 )
             raise
         finally:
-            self._seat.release()
+            self.seat.release()
 
 
 class LoopOutputs(Outputs):
     """For a task of an asyncio loop."""
 
-    end = StopAsyncIteration
+    stop = StopAsyncIteration
     _more = True
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:

@@ -7,7 +7,7 @@
      submit(call)                     say hello, send what is open
        pickle, note, write ───────────────────────────────────────────▶ engine
                                       read ◀─────────────────────────── answers
-     ◀─────────────────────────────── reply.complete, reply.put_part
+     ◀─────────────────────────────── reply.end, reply.put_part
        unpickle, in the caller's      the pool is gone: the same from
        thread again                   the start
 

@@ -5,7 +5,7 @@
      calls ────────────▶ read, all that has come
                          engine.submit, each;
                          engine.flush ─────────────────▶ batches, retries, isolation
-                                                         reply.complete, reply.put_part
+                                                         reply.end, reply.put_part
      answers ◀────────────────────────────────────────── one message for each client
                          what a client does not take
      the rest ◀───────── goes when it has room

@@ -53,11 +53,14 @@ class PoolReply:
         self.number = number
         self.is_held = False
 
-    def complete(self, outputs: list[Any]) -> None:
+    def end(self, outcome: list[Any] | Failure) -> None:
+        if isinstance(outcome, Failure):
+            self.session.answer((self.number, outcome, None))
+            return
         try:
-            self.session.answer(self._answer(outputs))
+            self.session.answer(self._answer(outcome))
         except Exception as error:
-            self.fail(own_fault(error))
+            self.end(own_fault(error))
 
     def _answer(self, outputs: list[Any]) -> tuple[Any, ...]:
         session, call = self.session, self.call
@@ -71,9 +74,6 @@ class PoolReply:
         if batch.id != session.batch_id:
             session.batch_id, session.spent = batch.id, batch.spent()
         return self.number, outcome, batch.cut_at - call.arrived_at, session.spent
-
-    def fail(self, failure: Failure) -> None:
-        self.session.answer((self.number, failure, None))
 
     def put_part(self, output: Any) -> None:
         try:
@@ -361,7 +361,7 @@ class ClientRequests:
         except Exception as error:
             is_stated = isinstance(error, StreamerError)  # overloaded, closed or broken
             if (reply := call.reply) is not None:  # else it has an answer
-                reply.fail(_with_causes(error) if is_stated else own_fault(error))
+                reply.end(_with_causes(error) if is_stated else own_fault(error))
 
     def _handle(self, session: Session, kind: int, number: int, *rest: Any) -> None:
         if kind == ASK:

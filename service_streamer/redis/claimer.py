@@ -275,8 +275,8 @@ class _Reply:
     def put_part(self, output: Any) -> None:
         self._state.put(self._claim, output)
 
-    def complete(self, outputs: list[Any]) -> None:
-        self._state.finish(self._claim, outputs)
-
-    def fail(self, failure: Failure) -> None:
-        self._state.finish(self._claim, failure=failure)
+    def end(self, outcome: list[Any] | Failure) -> None:
+        if isinstance(outcome, Failure):
+            self._state.finish(self._claim, failure=outcome)
+        else:
+            self._state.finish(self._claim, outcome)

@@ -9,8 +9,8 @@
                                                       │
                                worker host ◀── calls ─┘
                                     └──── replies ──────────▶ XREAD blocks until there are some
-     ◀────────────────────────────────────────────────────── reply.complete / reply.fail; and
-                                                             reply.put_part of streams
+     ◀────────────────────────────────────────────────────── reply.end, and of streams
+                                                             reply.put_part
        decode, in the caller's thread again
 
 Each of the two threads has its own connection, and reconnects when it is lost. No call is lost: the

@@ -7,7 +7,7 @@
                 verify, read
                 engine.submit ───────────▶ batches, retries,
                                            isolation
-                                           reply.complete ───────▶ FINISH, all outcomes
+                                           reply.end ────────────▶ FINISH, all outcomes
      replies ◀──────────────────────────────────────────────────── since the last one; and
                                            reply.put_part ───────▶ OUTPUTS of streams
      calls ◀─────────────────────────────────────────────────────▶ KEEP, every third of

@@ -311,10 +311,7 @@ def answer(
     """Hand an outcome to a call's reply. Never under a lock."""
     call.reply = None
     try:
-        if failure is None:
-            reply.complete(payloads)
-        else:
-            reply.fail(failure)
+        reply.end(payloads if failure is None else failure)
     except BaseException:  # a user's callback may raise anything
         log(logging.ERROR, "a future's callback raised an exception", exc_info=True)
 

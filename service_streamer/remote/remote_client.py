@@ -6,8 +6,8 @@
        encode, number
        unsent ── doorbell ────▶ all calls since the last ones
                                                                what has come
-     ◀──────────────────────────────────────────────────────── reply.complete, reply.fail; and
-                                                               reply.put_part of streams
+     ◀──────────────────────────────────────────────────────── reply.end, and of streams
+                                                               reply.put_part
        decode, in the caller's thread again
 
 A subclass has the threads that send and receive. It is a ``Backend``.
@@ -131,17 +131,17 @@ class RemoteClient(ABC, Generic[Calls]):
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("the call had no time left when it was made")
         if not call.size:
-            reply.complete([])
+            reply.end([])
             return
         number = next(self._numbers)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
             remote = self._encode_call(call, number, self._encode_items(call.payloads), deadline)
         except UnpicklableItem as error:
-            reply.fail(Failure(error.with_traceback(None)))
+            reply.end(Failure(error.with_traceback(None)))
             return
         except ValueError as error:
-            reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
+            reply.end(Failure(UnpicklableItem(f"the call is too large: {error}")))
             return
         try:
             self._calls.open(remote)

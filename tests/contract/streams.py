@@ -233,7 +233,7 @@ class StreamForms(Counts):
                     got.extend(stream)
                     return
                 except RuntimeError:
-                    with stream._outputs._seat:  # until the other one has gone on
+                    with stream._outputs.seat:  # until the other one has gone on
                         pass
 
         with ThreadPoolExecutor(3) as threads:

@@ -22,7 +22,7 @@ from service_streamer import (
     WorkerLost,
     WorkerStartError,
 )
-from service_streamer.batching.batcher import build_batcher
+from service_streamer.batching.batcher import CallFailures, build_batcher
 from service_streamer.engine.backend import BlockingReply
 from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import ORDINARY, Call, CallOptions
@@ -171,15 +171,17 @@ def build(
         chosen,
         has_lengths=has_lengths,
         batch_timeout=chosen.batch_timeout if isinstance(chosen.batch_timeout, float) else None,
-        expired=Failure(PredictTimeout("it could not be computed in its time")),
-        shared=lambda failure, is_loss: failure if is_loss else Failure(SharedBatchError("shared")),
+        call_failures=CallFailures(
+            expired=(expired := Failure(PredictTimeout("it could not be computed in its time"))),
+            expired_suspect=expired,
+            shared=lambda failure, lost: failure if lost else Failure(SharedBatchError("shared")),
+        ),
     )
     fleet = Fleet(batcher, workers, most or workers)
     fleet.supervisor.jitter = lambda: 0.5
     engine = Engine(
         transport,
         fleet,
-        max_pending=chosen.max_pending,
         lengths=(lambda items: [item.length for item in items]) if has_lengths else None,
         clock=clock,
     )
