@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
 
 from ..observe.record import BatchRecord, Call, Reason
 from .call_ledger import CallLedger
@@ -91,15 +90,9 @@ LONGEST_PADDED = 0.01
 #: a load of 0.9 is up to a fifth higher, since batches have fewer neighbours in length.
 PADDED_FIXED_COSTS = 17.0
 
-#: The number of recent batches whose slowest one says how long the next one takes.
-#: Chosen by reasoning: odd, for a median.
-FORECAST_BATCHES = 7
-#: The margin on that.
-#: Chosen by reasoning: a quarter, so that a call that is just in time is rarely late.
+#: A batch is taken to last this many times what is predicted where it differs with the lengths.
+#: Chosen by reasoning: a quarter more, so that a call that is just in time is rarely late.
 FORECAST_MARGIN = 1.25
-#: Batches beyond this many times the median are not counted.
-#: Chosen by reasoning: a first batch that compiles says nothing about the next one.
-FORECAST_OUTLIER = 2.0
 #: Least ratio of the rates for which items are left to the next batch. Arbitrary: costs are learned
 #: with some noise, and every further batch takes time in the scheduler and in the worker.
 _FITTING_GAIN = 1.1
@@ -143,7 +136,6 @@ class BatchScheduler(Scheduler):
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0  # cost of a batch so far
         self._longest = 0.0  # item so far
-        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # by the last batches, seconds
         self._set_bounds()
 
     # -- what happens
@@ -161,10 +153,6 @@ class BatchScheduler(Scheduler):
     def came_back(self, batch: BatchRecord) -> None:
         self._figures.metrics.came_back(batch)
         super().came_back(batch)
-        if self._queue.items >= self.full:
-            self._took.append(batch.back_at - batch.cut_at)
-        else:  # what a backlog took says nothing about the next one
-            self._took.clear()
 
     def answered(self, batch: BatchRecord, calls: int) -> None:
         report = batch.report
@@ -195,7 +183,7 @@ class BatchScheduler(Scheduler):
             self._errors += 1
             weight = max(NOISE_LEARNING_RATE, 1.0 / self._errors)
             self._margin += (error - self._margin) * weight
-        self._cost.observe(cost, duration, size)
+        self._cost.observe(cost, duration, size if self._has_lengths else None)
 
     def _learn_rate(self, batch: BatchRecord, duration: float) -> None:
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
@@ -252,27 +240,18 @@ class BatchScheduler(Scheduler):
     def _finish(self, slot: int, size: int, now: float) -> Finish:
         """When the batch is back that is cut now, if there are deadlines or too much waits."""
         cost, slots, waiting = self._cost, self._slots, self._queue.items
+        begins = slots.begins_at(slot, now, cost.duration) + self._transit
         if self._has_lengths or slots.room > 2 or not cost.was_fitted:
             # It differs with the lengths. And with several stages a worker is at several batches.
-            if waiting > self.full:
-                return Finish(now + self._forecast())
-            return Finish(now + self._duration(size)) if waiting > size else UNKNOWN
+            took = slots.beside + FORECAST_MARGIN * self._duration(size)
+            return Finish(begins + took) if waiting > size else UNKNOWN
         size = min(size, waiting)
         base, item = cost.base, cost.per_unit * self._unit
-        begins = slots.begins_at(slot, now, cost.duration) + self._transit
         longer = 1.0 + self._margin
         # With one worker the others wait for two batches if the first of them has one of its own.
         least = least_in_time(size, base, item) if slots.taking > 1 else math.inf
         earliest = begins + base - self._margin * (base + size * item)
         return Finish(begins + base, earliest, item, least, begins + longer * base, longer * item)
-
-    def _forecast(self) -> float:
-        """Seconds from a cut until a batch is back, with a margin; 0 while little is known."""
-        if len(self._took) < 3:
-            return 0.0
-        took = sorted(self._took)
-        usual = took[(len(took) - 1) // 2]
-        return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
 
     def hopeless_for(self, call: Call, now: float) -> float:
         queue, slots, cost = self._queue, self._slots, self._cost

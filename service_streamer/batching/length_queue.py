@@ -22,7 +22,6 @@ from operator import itemgetter
 
 from ..observe.record import BatchRecord, Call, Reason, Span
 from .call_queue import CallQueue, Decision, Finish, work_of
-from .learning import PaddedCost
 
 #: Neighbours in length are chosen among this many batches' worth of items.
 #: Chosen by reasoning: more finds better neighbours, and keeps the order less. Checked with
@@ -56,7 +55,6 @@ class LengthQueue(CallQueue):
 
     def __init__(self, batch_size: int, weights: Mapping[str, float]) -> None:
         super().__init__(batch_size, weights)
-        self.cost = PaddedCost()
         self._window_size = WINDOW_BATCHES * batch_size  # items
         #: What waits of each call: items that were in the window, and the places of the others.
         self._entries: dict[Call, list[Entry]] = {}
