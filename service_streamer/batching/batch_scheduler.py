@@ -90,9 +90,6 @@ LONGEST_PADDED = 0.01
 #: a load of 0.9 is up to a fifth higher, since batches have fewer neighbours in length.
 PADDED_FIXED_COSTS = 17.0
 
-#: A batch is taken to last this many times what is predicted where it differs with the lengths.
-#: Chosen by reasoning: a quarter more, so that a call that is just in time is rarely late.
-FORECAST_MARGIN = 1.25
 #: Least ratio of the rates for which items are left to the next batch. Arbitrary: costs are learned
 #: with some noise, and every further batch takes time in the scheduler and in the worker.
 _FITTING_GAIN = 1.1
@@ -243,7 +240,7 @@ class BatchScheduler(Scheduler):
         begins = slots.begins_at(slot, now, cost.duration) + self._transit
         if self._has_lengths or slots.room > 2 or not cost.was_fitted:
             # It differs with the lengths. And with several stages a worker is at several batches.
-            took = slots.beside + FORECAST_MARGIN * self._duration(size)
+            took = slots.beside + self._duration(size)
             return Finish(begins + took) if waiting > size else UNKNOWN
         size = min(size, waiting)
         base, item = cost.base, cost.per_unit * self._unit

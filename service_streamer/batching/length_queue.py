@@ -38,16 +38,6 @@ Entry = tuple[float, Call, int]
 _LENGTH = itemgetter(0)
 
 
-class _Neighbours:
-    """Items that go together."""
-
-    def __init__(self, first: Entry) -> None:
-        self.entries = [first]
-        self.length = first[0]  # of the longest
-        self.padding = 0.0  # of all of them
-        self.reason: Reason | None = None  # why there are no more
-
-
 class LengthQueue(CallQueue):
     """The queue of calls whose items have lengths. It has the arguments of ``CallQueue``."""
 
@@ -124,9 +114,9 @@ class LengthQueue(CallQueue):
         window = self._expire_late(room, now, decision.finish, expire)
         if not self.items:
             return None
-        group = self._group(window, room, decision.max_cost, now)
+        items, length, reason = self._choose(window, room, decision.max_cost, now)
         chosen: dict[Call, list[Entry]] = {}
-        for entry in group.entries:
+        for entry in items:
             chosen.setdefault(entry[1], []).append(entry)
         spans: list[Span] = []
         for call, entries in chosen.items():
@@ -135,10 +125,9 @@ class LengthQueue(CallQueue):
                 spans.append((call, indices[0], indices[-1] + 1))
             else:
                 spans += [(call, index, index + 1) for index in indices]
-            self._leave(call, entries, goes_along=call is not group.entries[0][1])
+            self._leave(call, entries, goes_along=call is not items[0][1])
         batch = self._cut({call: len(entries) for call, entries in chosen.items()}, spans)
-        reason, batch.calls = group.reason, len(chosen)
-        batch.cost = batch.size * group.length
+        batch.calls, batch.cost = len(chosen), batch.size * length
         if reason is None or batch.size == room or not self.items:
             reason = decision.reason
         batch.reason = decision.cost_reason if reason is Reason.COST else reason
@@ -163,53 +152,53 @@ class LengthQueue(CallQueue):
                     expire(call)
         return {}
 
-    def _group(
+    def _choose(
         self, window: dict[Call, list[Entry]], room: int, max_cost: float, now: float
-    ) -> _Neighbours:
+    ) -> tuple[list[Entry], float, Reason | None]:
         """The first item of the call whose turn it is, and its neighbours.
 
         Items of large calls only fill up what the others leave, unless it is their turn.
+
+        Returns:
+            The items, the length of the longest, and why there are no more.
         """
         large, head = self._large, self._turns.head(now)
         window[head] = self._first_entries(head, room)
         first = window[head][0]
-        group = _Neighbours(first)
         # Of one length in the order of their turns.
         near = sorted(chain.from_iterable(window.values()), key=_LENGTH)
         near.remove(first)
         if large.isdisjoint(window):
-            self._grow(group, near, room, max_cost)
-            return group
+            return self._grow(first, near, room, max_cost)
         # Its neighbours cost about as much as the first item.
-        large_room = int(max(1.0, min(self._large_cost_now() / (group.length or 1.0), room)))
-        is_first_large = head in large
-        for is_large in (is_first_large, not is_first_large):  # its own kind first
-            kind = [entry for entry in near if (entry[1] in large) is is_large]
-            small = 0 if is_first_large else len(group.entries)
-            if kind:
-                most = min(room, small + large_room) if is_large else room
-                self._grow(group, kind, most, max_cost)
-        if large_room < room and sum([e[1] in large for e in group.entries]) >= large_room:
-            group.reason = Reason.TURN
-        return group
+        large_room = int(max(1.0, min(self._large_cost_now() / (first[0] or 1.0), room)))
+        of_large = [entry for entry in near if entry[1] in large]
+        own = [entry for entry in near if entry[1] not in large]
+        if head in large:
+            own, others = _nearest(of_large, first, large_room - 1), own
+        else:
+            others = _nearest(of_large, first, large_room)
+        near = own + _nearest(others, first, room - 1 - len(own))
+        near.sort(key=_LENGTH)
+        chosen, length, reason = self._grow(first, near, room, max_cost)
+        if large_room < room and sum([entry[1] in large for entry in chosen]) >= large_room:
+            reason = Reason.TURN
+        return chosen, length, reason
 
-    def _grow(self, group: _Neighbours, near: list[Entry], room: int, max_cost: float) -> None:
-        """Add neighbours in length of the first one, of these sorted ones, as long as that pays."""
-        chosen, length, padding = group.entries, group.length, group.padding
+    def _grow(
+        self, first: Entry, near: list[Entry], room: int, max_cost: float
+    ) -> tuple[list[Entry], float, Reason | None]:
+        """Add neighbours in length to the first one, of these sorted ones, as long as that pays."""
         base, per_unit = self.cost.padding
-        base = max(base, LEAST_BASE * self.cost.mean)
-        right = bisect_left(near, chosen[0][:1])
-        left, last = right - 1, len(near)
-        before = size = len(chosen)
-        reason = None
-        least = (base + per_unit * padding) / size
-        best = size, left, length, padding
-        while size < room:
+        least = base = max(base, LEAST_BASE * self.cost.mean)
+        right = bisect_left(near, first[:1])
+        left, last = right - 1, len(near)  # those between left and right are chosen
+        length, padding, reason = first[0], 0.0, None
+        best = left, right, length
+        while (size := right - left) < room:
             shorter = length - near[left][0] if left >= 0 else math.inf
             longest = near[right][0] if right < last else math.inf
             longer = size * (longest - length)
-            if longer < 0.0:  # those chosen before are longer: it is padded itself
-                longer, longest = length - longest, length
             if longer < shorter and (size + 1) * longest > max_cost:
                 longer, last = math.inf, right  # and so are all beyond it
                 reason = Reason.COST
@@ -218,30 +207,26 @@ class LengthQueue(CallQueue):
             if (size + 1) * length > max_cost:
                 reason = Reason.COST
                 break
-            size += 1
             if longer < shorter:
                 padding += longer
                 length = longest
-                chosen.append(near[right])
                 right += 1
             else:
                 padding += shorter
-                chosen.append(near[left])
                 left -= 1
-            overhead = (base + per_unit * padding) / size
+            overhead = (base + per_unit * padding) / (size + 1)
             if overhead <= least:
-                least, best = overhead, (size, left, length, padding)
-        if best[0] < size and self.cost.is_fitted:
-            size, left, length, padding = best
-            del chosen[size:]
+                least, best = overhead, (left, right, length)
+        if best != (left, right, length) and self.cost.is_fitted:
+            left, right, length = best
             reason = Reason.PADDING
-        shortest = min([entry[0] for entry in chosen])
-        if left >= 0 and near[left][0] == shortest < chosen[0][0]:
+        others = near[left + 1 : right]
+        if others and left >= 0 and near[left][0] == others[0][0]:
             # Of those that are as short the oldest go, and not the nearest.
-            chosen[before:] = [entry for entry in chosen[before:] if entry[0] > shortest]
-            start = bisect_left(near, (shortest,))
-            chosen += near[start : start + size - len(chosen)]
-        group.length, group.padding, group.reason = length, padding, reason
+            shortest = others[0][:1]
+            start, count = bisect_left(near, shortest), sum([e[:1] == shortest for e in others])
+            others[:count] = near[start : start + count]
+        return [first, *others], length, reason
 
     def _leave(self, call: Call, chosen: Sequence[Entry], *, goes_along: bool) -> None:
         """These items of the call are in a batch; ``goes_along`` if it was not its turn."""
@@ -268,3 +253,8 @@ class LengthQueue(CallQueue):
 
 def _sum_of(entries: Sequence[Entry]) -> float:
     return sum([length for length, _, _ in entries])
+
+
+def _nearest(entries: list[Entry], first: Entry, count: int) -> list[Entry]:
+    """So many of these sorted ones that are next in length to the first one."""
+    return sorted(entries, key=lambda entry: abs(entry[0] - first[0]))[: max(0, count)]
