@@ -23,7 +23,7 @@ from bisect import bisect_right
 from ..observe.record import BatchRecord, Call, Reason
 from .call_ledger import CallLedger
 from .call_queue import FIXED_COSTS, UNKNOWN, Decision, Finish
-from .learning import LEARNING_RATE, RATE_BATCHES
+from .learning import LEARNING_RATE, RATE_BATCHES, ArrivalForecast
 from .scheduler import SURELY_LATE, Scheduler
 
 #: While the scheduler waits for callers, it decides again when this share of those who are missing
@@ -115,13 +115,14 @@ class BatchScheduler(Scheduler):
         max_latency: float,
         *,
         max_batch_cost: float = math.inf,
+        round_trip: float = 0.0,
     ) -> None:
         super().__init__(ledger)
         self._batch_size = batch_size
         self._max_latency = max_latency
         self._max_batch_cost = max_batch_cost
         self._cost, self._has_lengths = ledger.queue.cost, ledger.queue.has_lengths
-        self._arrivals = ledger.arrivals
+        self._arrivals = ArrivalForecast(round_trip)
         self._waits_until = -math.inf  # until when the last decision was to wait
         self._alone = 0  # batches in a row of one item, behind which none waited
         self._cut_at = -math.inf  # when a batch was cut last
@@ -137,8 +138,10 @@ class BatchScheduler(Scheduler):
 
     # -- what happens
 
-    def first_arrived(self, size: int, now: float) -> None:
-        self._arrivals.began(self._duration(size), now)
+    def arrived(self, size: int, now: float) -> None:
+        self._arrivals.arrived(size, now)
+        if self._slots.idle and not self._queue.items:
+            self._arrivals.began(self._duration(size), now)
 
     def prepare(self, batch: BatchRecord) -> float:
         if batch.search is None:
@@ -293,12 +296,18 @@ class BatchScheduler(Scheduler):
 
     def decide(self, now: float) -> tuple[int, Decision]:
         slots = self._slots
-        slot, deadline = next(iter(slots.idle)), self._first_deadline(now)
-        decision = self._decide(len(slots.idle), deadline, now)
-        return slot, self._foresee(slot, decision, deadline, now)
+        # Of the call that is next, for the slowest stage of a worker.
+        deadline = self._queue.first_deadline(now) - URGENCY * slots.beside
+        if slots.idle:
+            slot, decision = next(iter(slots.idle)), self._decide(len(slots.idle), deadline, now)
+        else:
+            slot, decision = self._decide_ahead(deadline, now)
+        if decision.size and (deadline < math.inf or self._queue.items > self.full):
+            decision.finish = self._finish(slot, decision.size, now)
+        return slot, decision
 
-    def decide_ahead(self, now: float) -> tuple[int, Decision]:
-        slots, deadline = self._slots, self._first_deadline(now)
+    def _decide_ahead(self, deadline: float, now: float) -> tuple[int, Decision]:
+        slots = self._slots
         slot, decision = next(iter(slots.without_ahead)), self._decide_full(deadline, now)
         if not decision.size and slots.beside:
             slot, opens_at = slots.next_open()
@@ -307,17 +316,7 @@ class BatchScheduler(Scheduler):
             decision = self._decide(1, deadline, now)
             if decision.size and decision.reason not in _URGENT:
                 decision.reason = Reason.STAGE
-        return slot, self._foresee(slot, decision, deadline, now)
-
-    def _first_deadline(self, now: float) -> float:
-        """Of the call that is next, for the slowest stage of a worker."""
-        return self._queue.first_deadline(now) - URGENCY * self._slots.beside
-
-    def _foresee(self, slot: int, decision: Decision, deadline: float, now: float) -> Decision:
-        """The decision, and when the batch is back; only if that matters."""
-        if decision.size and (deadline < math.inf or self._queue.items > self.full):
-            decision.finish = self._finish(slot, decision.size, now)
-        return decision
+        return slot, decision
 
     def _decide(self, free: int, deadline: float, now: float) -> Decision:
         """What to do with the items that wait while so many workers could begin with some."""
