@@ -8,6 +8,7 @@ however many wait.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -266,15 +267,12 @@ class CallQueue:
         return BatchRecord(-1, -1, spans, payloads)
 
     def _learn(self) -> None:
-        """What is large, now that more batches are back."""
-        if self.cost.is_fitted:
-            self._learn_share(2.0)
-
-    def _learn_share(self, least: float) -> None:
-        """What a batch may cost of large calls; one that costs less than ``least`` is small."""
+        """What is large, and what a batch may cost of it, now that more batches are back."""
         base, per_unit = self.cost.padding
-        if per_unit:
+        if per_unit and (self.has_lengths or self.cost.is_fitted):
             self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
+            # A call of one item is small where items have no lengths.
+            least = sys.float_info.min if self.has_lengths else 2.0
             self._large_work = max(least, LARGE * self._share)
 
     def _large_cost_now(self) -> float:

@@ -14,7 +14,6 @@ items before it, however odd its length; those before it go one by one at the le
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -54,9 +53,6 @@ class LengthQueue(CallQueue):
     @property
     def work(self) -> float:
         return self._waiting_work
-
-    def _learn(self) -> None:
-        self._learn_share(sys.float_info.min)
 
     def add(
         self,
@@ -139,17 +135,12 @@ class LengthQueue(CallQueue):
         """The window, without what comes too late."""
         surely = finish.last(now, min(room, self.items))
         while self.items:
-            window = self._window()
-            late = [
-                call
-                for call in window
-                if call.deadline <= surely and self._is_late(call, 0, room, now, finish)
-            ]
-            if not late:
-                return window
-            for call in late:
-                if self._is_late(call, 0, room, now, finish):  # though others have left meanwhile
+            window, before = self._window(), self.items
+            for call in window:
+                if call.deadline <= surely and self._is_late(call, 0, room, now, finish):
                     expire(call)
+            if self.items == before:
+                return window
         return {}
 
     def _choose(

@@ -198,35 +198,21 @@ class _Line:
         Args:
             work: of the call itself, which is not counted.
         """
-        rank = -call.options.priority
-        if size_class:
-            return self._ahead_of_large((inf, rank, size_class), work)
-        sooner = timed = later = higher = 0.0
+        rank, has_deadline = -call.options.priority, call.options.has_deadline
+        before = own = 0.0
         for (soon, other_rank, other_class), group in self.groups.items():
             if soon < inf:
-                sooner += group.work if soon <= call.deadline else 0.0
-                later += group.work if soon > call.deadline else 0.0
-            elif not other_class:  # the large ones have turns as well
-                timed += group.timed
-                higher += group.work if other_rank <= rank else 0.0
-        if call.options.has_deadline:
-            return sooner
-        # It goes before those of a lower priority, and when it is due before those that are not.
-        return sooner + min(timed, later + higher)
-
-    def _ahead_of_large(self, kind: _Kind, work: float) -> float:
-        before = others = own = 0.0
-        for other, group in self.groups.items():
-            if other == kind:
+                before += group.work if size_class or soon <= call.deadline else 0.0
+            elif other_rank > rank:
+                pass  # though these may be due before
+            elif size_class and other_class == size_class and other_rank == rank:
                 own = group.work
-            elif other[0] < inf or other[1] < kind[1]:
+            elif size_class:
                 before += group.work
-            elif other[1] == kind[1]:
-                others += group.work
-        # It is over when its class has had so much. Meanwhile the others of its priority have had
-        # as much, and what goes before it has what age leaves to that.
-        share = own + work
-        return own + min(others, share) + min(before, (AGING - 1) * share)
+            elif not other_class and not has_deadline:
+                before += group.timed  # it goes before the others when it is due
+        # A large one is over when its class has had so much, and the others of its priority too.
+        return own + min(before, own + work) if size_class else before
 
 
 def _oldest(calls: list[Call]) -> Call | None:
@@ -359,6 +345,7 @@ class TurnOrder:
         if sole is not None:
             lines = [sole.line]
         else:  # at most one for each item, however many tenants wait
+            self._forget_before(_LAST)
             lines = [line for _, _, line in self._order[:items] if line.groups]
         share = items / sum([line.weight / line.unit for line in lines])
         for line in lines:
