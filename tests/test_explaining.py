@@ -232,7 +232,7 @@ def back(size: int, duration: float, padding: float | None = None, **fields: Any
     """A batch that is back."""
     batch = BatchRecord(0, 0, [], [None] * size)
     batch.report = BatchReport(0, duration=duration, padding=padding)
-    totals = ("queued", "pending", "answered", "failed", "expired", "rejected", "has_failed")
+    totals = ("queued", "pending", "answered", "failed", "expired", "rejected")
     for name, value in {**dict.fromkeys(totals, 0), "calls": size, **fields}.items():
         setattr(batch, name, value)
     return batch
@@ -322,7 +322,7 @@ def test_whatever_happened_there_is_something_to_say_and_no_number_is_odd() -> N
                 size, rng.choice([0.0, took, 2 * took]), rng.choice([None, 0.0, 1.0]),
                 slot=rng.randrange(3), cut_at=now - took, back_at=now,
                 reason=rng.choice([*Reason]), calls=rng.randint(1, size),
-                cost=size * rng.choice([0.0, 1.0, 30.0]), has_failed=rng.random() < 0.1,
+                cost=size * rng.choice([0.0, 1.0, 30.0]),
                 queued=queued, pending=rng.randrange(300),
             )  # fmt: skip
             past.append(batch)
@@ -350,7 +350,7 @@ def test_the_batcher_keeps_what_there_is_to_sum_up() -> None:
     assert (last.cut_at, last.back_at, last.size, last.calls) == (now - 0.5, now, 1, 1)
     assert (last.cost, last.report.duration, last.report.padding) == (1.0, 0.25, 0.5)
     assert (last.pending, last.queued, last.answered) == (0, 0.0, RECENT + 9)
-    assert (last.failed, last.expired, last.rejected, last.has_failed) == (0, 0, 0, False)
+    assert (last.failed, last.expired, last.rejected) == (0, 0, 0)
     assert not any(each.spans or each.report.outputs for each in batcher.figures.recent)
 
 

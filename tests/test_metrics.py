@@ -276,7 +276,6 @@ def test_a_watcher_is_told_of_every_batch_after_the_callers(ready: StubEngine) -
         (None, [("call of ['a', 'b']", 0.5)], [True, True]),
         (failure, [("call of ['c']", 1.0)], [True, True, True]),
     ]
-    assert [each.has_failed for each in records] == [False, False, True]
     assert not any(each.spans or each.report.outputs or each.report.failure for each in records)
 
 

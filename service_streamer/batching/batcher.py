@@ -250,11 +250,10 @@ class Batcher(CallLedger):
 
         The calls of items that failed fail; others are not affected.
         """
-        has_failed = report.has_failed
         batch, vacant = self.slots.take_back(
-            report.slot, report.batch_id, now, is_done=not has_failed
+            report.slot, report.batch_id, now, is_done=not report.has_failed
         )
-        batch.report, batch.back_at, batch.has_failed = report, now, has_failed
+        batch.report, batch.back_at = report, now
         self._may_refuse = True
         scheduler = self.scheduler
         scheduler.came_back(batch)
@@ -303,7 +302,7 @@ class Batcher(CallLedger):
         if self.has_steps and self.on_back is not None:
             for batch in lost:  # perhaps after hours, so the recorder learns of its end
                 batch.report = BatchReport(batch.id, failure=failure, slot=slot)
-                batch.back_at, batch.has_failed = now, True
+                batch.back_at = now
                 scheduler.note(batch)
                 self.on_back(batch)
         return self._cut(now)

@@ -131,7 +131,7 @@ class CallLedger:
         It has not failed as a whole. The calls of items that have fail.
         """
         report, figures = batch.report, self.figures
-        if batch.has_failed:
+        if report.has_failed:
             self.suspect_worker(batch, next(iter(report.failures.values())))
         else:
             self.health.computed(batch.slot)

@@ -333,7 +333,6 @@ class BatchRecord:
 
     report: BatchReport = field(init=False)  # of the worker
     back_at: float = field(init=False)
-    has_failed: bool = field(init=False)  # whether the model raised on it
     pending: int = field(init=False)  # items that waited for a worker when it came back
     queued: float = field(init=False)  # how long all calls had waited until then, seconds, in total
     answered: int = field(init=False)  # calls until then, in total; so are the next three
