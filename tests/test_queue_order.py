@@ -244,10 +244,11 @@ def test_calls_whose_time_has_ended_are_never_computed(has_lengths: bool) -> Non
     assert sorted(line.take()) == ["a", "b"]
     assert line.late == [ended]
     assert line.batcher.is_empty
-    line.add("a")
+    for number in range(30):  # more than the window has
+        line.add("a", priority=number % 2)
     ended_behind = line.add("ended", seconds=1.0)
     line.now = 2.0
-    assert line.take() == ["a"]
+    assert line.order() == ["a"] * 30
     assert line.late == [ended, ended_behind]
     assert line.batcher.is_empty
 

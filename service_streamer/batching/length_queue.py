@@ -79,12 +79,17 @@ class LengthQueue(CallQueue):
         """What those items of the call cost that wait."""
         return work_of(call, self._positions[call]) + _sum_of(self._entries[call])
 
-    def _window(self) -> dict[Call, list[Entry]]:
-        """The calls near the head of the queue, and those of their items that are."""
+    def _window(self, room: int, now: float) -> dict[Call, list[Entry]]:
+        """The calls near the head of the queue, and those of their items that are.
+
+        The call whose turn it is may be further behind, since its time is about to end.
+        """
         window = {}
         for call, items in self._turns.next_calls(self._window_size):
             entries = self._entries[call]
             window[call] = entries if len(entries) == items else self._first_entries(call, items)
+        head = self._turns.head(now)
+        window[head] = self._first_entries(head, room)
         return window
 
     def _first_entries(self, call: Call, items: int) -> list[Entry]:
@@ -135,7 +140,7 @@ class LengthQueue(CallQueue):
         """The window, without what comes too late."""
         surely = finish.last(now, min(room, self.items))
         while self.items:
-            window, before = self._window(), self.items
+            window, before = self._window(room, now), self.items
             for call in window:
                 if call.deadline <= surely and self._is_late(call, 0, room, now, finish):
                     expire(call)
@@ -154,7 +159,6 @@ class LengthQueue(CallQueue):
             The items, the length of the longest, and why there are no more.
         """
         large, head = self._large, self._turns.head(now)
-        window[head] = self._first_entries(head, room)
         first = window[head][0]
         # Of one length in the order of their turns.
         near = sorted(chain.from_iterable(window.values()), key=_LENGTH)

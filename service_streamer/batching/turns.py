@@ -38,8 +38,12 @@ from ..observe.record import ORDINARY, Call
 #: lose no more than that.
 AGING = 8
 
-#: Over so many of a tenant's calls it is averaged what an item costs.
+#: What an item of a tenant costs is averaged over about so many calls.
+#: Chosen by reasoning: a share follows a tenant whose items become longer within a few batches.
 UNIT_ITEMS = 16
+
+#: What an item costs at the least, so that a share is a number whatever the lengths are.
+_LEAST_UNIT = 1e-9
 
 #: What the calls of a group have in common, in the order of rank: for small calls with a timeout of
 #: their own the deadline, rounded down, else infinity; the negative priority; the class of size.
@@ -276,7 +280,7 @@ class TurnOrder:
             line = self._lines.get(tenant)
             if line is None:
                 line = self._lines[tenant] = _Line(tenant, self._weights.get(tenant, 1.0))
-                line.unit = work / items or 1.0
+                line.unit = max(work / items, _LEAST_UNIT)
                 self._place(line, self._clock + self._cost / line.weight)
             group, sole = line.group_of(call, size_class), self.sole
             if not group.calls and group is not sole:
@@ -347,13 +351,13 @@ class TurnOrder:
         else:  # at most one for each item, however many tenants wait
             self._forget_before(_LAST)
             lines = [line for _, _, line in self._order[:items] if line.groups]
-        share = items / sum([line.weight / line.unit for line in lines])
+        total = sum([line.weight / line.unit for line in lines])
         for line in lines:
-            room = ceil(share * line.weight / line.unit)
+            room = ceil(items * (line.weight / line.unit / total))
             for call in line:
-                items = call.pending
-                yield call, items if items < room else room
-                room -= items
+                pending = call.pending
+                yield call, pending if pending < room else room
+                room -= pending
                 if room <= 0:
                     break
 
@@ -375,7 +379,7 @@ class TurnOrder:
             return
         cost = work or float(items)  # else a tenant with no others would always be next
         group.unit = cost / items
-        line.unit += (group.unit - line.unit) / UNIT_ITEMS
+        line.unit += (max(group.unit, _LEAST_UNIT) - line.unit) / UNIT_ITEMS
         if not goes_along:
             self._clock, self._cost = line.place[0], cost
             self._served = line
