@@ -181,12 +181,12 @@ def test_default_time_counts_from_its_half_behind_calls_without_any(has_lengths:
 @pytest.mark.parametrize("priority", [0, 1], ids=["in order", "fairly"])
 def test_late_calls_give_way_while_others_fill_the_batch(priority: int, has_lengths: bool) -> None:
     line = Line(2, has_lengths=has_lengths)
-    line.took = lambda _: 1.0  # with which batches are back, and a half more is reckoned with
+    line.took = lambda _: 1.0
     for _ in range(6):
         line.add("before", 2)
     for _ in range(4):
         line.take()
-    late = [line.add(f"late {n}", seconds=1.2, priority=priority) for n in range(2)]
+    late = [line.add(f"late {n}", seconds=0.9, priority=priority) for n in range(2)]
     in_time = [line.add(n, seconds=9.0, priority=priority) for n in range(3)]
     taken = {name for _ in range(4) for name in line.take()}
     assert line.late == late
@@ -209,12 +209,12 @@ def test_late_calls_are_computed_where_there_is_room_for_all(has_lengths: bool) 
 
 def test_no_more_late_calls_give_way_than_the_batch_has_no_room_for(has_lengths: bool) -> None:
     line = Line(2, has_lengths=has_lengths)
-    line.took = lambda _: 1.0  # and a quarter more is reckoned with
+    line.took = lambda _: 1.0
     before = [line.add("before", 2) for _ in range(6)]
     for _ in range(5):
         line.take()
     line.drop(before[-1])
-    calls = [line.add(n, seconds=1.2) for n in range(3)]
+    calls = [line.add(n, seconds=0.9) for n in range(3)]
     assert line.take() == [1, 2]
     assert line.late == calls[:1]
 
@@ -244,10 +244,11 @@ def test_calls_whose_time_has_ended_are_never_computed(has_lengths: bool) -> Non
     assert sorted(line.take()) == ["a", "b"]
     assert line.late == [ended]
     assert line.batcher.is_empty
-    line.add("a")
+    for number in range(30):  # more than the window has
+        line.add("a", priority=number % 2)
     ended_behind = line.add("ended", seconds=1.0)
     line.now = 2.0
-    assert line.take() == ["a"]
+    assert line.order() == ["a"] * 30
     assert line.late == [ended, ended_behind]
     assert line.batcher.is_empty
 

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
 
 from ..observe.record import BatchRecord, Call, Reason
 from .call_ledger import CallLedger
 from .call_queue import FIXED_COSTS, UNKNOWN, Decision, Finish
-from .learning import LEARNING_RATE, RATE_BATCHES
+from .learning import LEARNING_RATE, RATE_BATCHES, ArrivalForecast
 from .scheduler import SURELY_LATE, Scheduler
 
 #: While the scheduler waits for callers, it decides again when this share of those who are missing
@@ -91,15 +90,6 @@ LONGEST_PADDED = 0.01
 #: a load of 0.9 is up to a fifth higher, since batches have fewer neighbours in length.
 PADDED_FIXED_COSTS = 17.0
 
-#: The number of recent batches whose slowest one says how long the next one takes.
-#: Chosen by reasoning: odd, for a median.
-FORECAST_BATCHES = 7
-#: The margin on that.
-#: Chosen by reasoning: a quarter, so that a call that is just in time is rarely late.
-FORECAST_MARGIN = 1.25
-#: Batches beyond this many times the median are not counted.
-#: Chosen by reasoning: a first batch that compiles says nothing about the next one.
-FORECAST_OUTLIER = 2.0
 #: Least ratio of the rates for which items are left to the next batch. Arbitrary: costs are learned
 #: with some noise, and every further batch takes time in the scheduler and in the worker.
 _FITTING_GAIN = 1.1
@@ -125,13 +115,14 @@ class BatchScheduler(Scheduler):
         max_latency: float,
         *,
         max_batch_cost: float = math.inf,
+        round_trip: float = 0.0,
     ) -> None:
         super().__init__(ledger)
         self._batch_size = batch_size
         self._max_latency = max_latency
         self._max_batch_cost = max_batch_cost
         self._cost, self._has_lengths = ledger.queue.cost, ledger.queue.has_lengths
-        self._arrivals = ledger.arrivals
+        self._arrivals = ArrivalForecast(round_trip)
         self._waits_until = -math.inf  # until when the last decision was to wait
         self._alone = 0  # batches in a row of one item, behind which none waited
         self._cut_at = -math.inf  # when a batch was cut last
@@ -143,13 +134,14 @@ class BatchScheduler(Scheduler):
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0  # cost of a batch so far
         self._longest = 0.0  # item so far
-        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # by the last batches, seconds
         self._set_bounds()
 
     # -- what happens
 
-    def first_arrived(self, size: int, now: float) -> None:
-        self._arrivals.began(self._duration(size), now)
+    def arrived(self, size: int, now: float) -> None:
+        self._arrivals.arrived(size, now)
+        if self._slots.idle and not self._queue.items:
+            self._arrivals.began(self._duration(size), now)
 
     def prepare(self, batch: BatchRecord) -> float:
         if batch.search is None:
@@ -161,10 +153,6 @@ class BatchScheduler(Scheduler):
     def came_back(self, batch: BatchRecord) -> None:
         self._figures.metrics.came_back(batch)
         super().came_back(batch)
-        if self._queue.items >= self.full:
-            self._took.append(batch.back_at - batch.cut_at)
-        else:  # what a backlog took says nothing about the next one
-            self._took.clear()
 
     def answered(self, batch: BatchRecord, calls: int) -> None:
         report = batch.report
@@ -195,7 +183,7 @@ class BatchScheduler(Scheduler):
             self._errors += 1
             weight = max(NOISE_LEARNING_RATE, 1.0 / self._errors)
             self._margin += (error - self._margin) * weight
-        self._cost.observe(cost, duration, size)
+        self._cost.observe(cost, duration, size if self._has_lengths else None)
 
     def _learn_rate(self, batch: BatchRecord, duration: float) -> None:
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
@@ -252,27 +240,18 @@ class BatchScheduler(Scheduler):
     def _finish(self, slot: int, size: int, now: float) -> Finish:
         """When the batch is back that is cut now, if there are deadlines or too much waits."""
         cost, slots, waiting = self._cost, self._slots, self._queue.items
+        begins = slots.begins_at(slot, now, cost.duration) + self._transit
         if self._has_lengths or slots.room > 2 or not cost.was_fitted:
             # It differs with the lengths. And with several stages a worker is at several batches.
-            if waiting > self.full:
-                return Finish(now + self._forecast())
-            return Finish(now + self._duration(size)) if waiting > size else UNKNOWN
+            took = slots.beside + self._duration(size)
+            return Finish(begins + took) if waiting > size else UNKNOWN
         size = min(size, waiting)
         base, item = cost.base, cost.per_unit * self._unit
-        begins = slots.begins_at(slot, now, cost.duration) + self._transit
         longer = 1.0 + self._margin
         # With one worker the others wait for two batches if the first of them has one of its own.
         least = least_in_time(size, base, item) if slots.taking > 1 else math.inf
         earliest = begins + base - self._margin * (base + size * item)
         return Finish(begins + base, earliest, item, least, begins + longer * base, longer * item)
-
-    def _forecast(self) -> float:
-        """Seconds from a cut until a batch is back, with a margin; 0 while little is known."""
-        if len(self._took) < 3:
-            return 0.0
-        took = sorted(self._took)
-        usual = took[(len(took) - 1) // 2]
-        return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
 
     def hopeless_for(self, call: Call, now: float) -> float:
         queue, slots, cost = self._queue, self._slots, self._cost
@@ -317,12 +296,18 @@ class BatchScheduler(Scheduler):
 
     def decide(self, now: float) -> tuple[int, Decision]:
         slots = self._slots
-        slot, deadline = next(iter(slots.idle)), self._first_deadline(now)
-        decision = self._decide(len(slots.idle), deadline, now)
-        return slot, self._foresee(slot, decision, deadline, now)
+        # Of the call that is next, for the slowest stage of a worker.
+        deadline = self._queue.first_deadline(now) - URGENCY * slots.beside
+        if slots.idle:
+            slot, decision = next(iter(slots.idle)), self._decide(len(slots.idle), deadline, now)
+        else:
+            slot, decision = self._decide_ahead(deadline, now)
+        if decision.size and (deadline < math.inf or self._queue.items > self.full):
+            decision.finish = self._finish(slot, decision.size, now)
+        return slot, decision
 
-    def decide_ahead(self, now: float) -> tuple[int, Decision]:
-        slots, deadline = self._slots, self._first_deadline(now)
+    def _decide_ahead(self, deadline: float, now: float) -> tuple[int, Decision]:
+        slots = self._slots
         slot, decision = next(iter(slots.without_ahead)), self._decide_full(deadline, now)
         if not decision.size and slots.beside:
             slot, opens_at = slots.next_open()
@@ -331,17 +316,7 @@ class BatchScheduler(Scheduler):
             decision = self._decide(1, deadline, now)
             if decision.size and decision.reason not in _URGENT:
                 decision.reason = Reason.STAGE
-        return slot, self._foresee(slot, decision, deadline, now)
-
-    def _first_deadline(self, now: float) -> float:
-        """Of the call that is next, for the slowest stage of a worker."""
-        return self._queue.first_deadline(now) - URGENCY * self._slots.beside
-
-    def _foresee(self, slot: int, decision: Decision, deadline: float, now: float) -> Decision:
-        """The decision, and when the batch is back; only if that matters."""
-        if decision.size and (deadline < math.inf or self._queue.items > self.full):
-            decision.finish = self._finish(slot, decision.size, now)
-        return decision
+        return slot, decision
 
     def _decide(self, free: int, deadline: float, now: float) -> Decision:
         """What to do with the items that wait while so many workers could begin with some."""

@@ -25,7 +25,6 @@ from ..supervision.health import BatchBound
 from .batch_scheduler import BatchScheduler
 from .call_ledger import CallFailures, CallLedger
 from .call_queue import LARGE, CallQueue, Decision
-from .learning import ArrivalForecast
 from .length_queue import LengthQueue
 from .scheduler import Scheduler, StepScheduler
 from .slots import Slots
@@ -104,20 +103,19 @@ class Batcher(CallLedger):
             LengthQueue if has_lengths else CallQueue
         )(batch_size, tenant_weights or {})
         self._new_scheduler: Callable[[], Scheduler] = lambda: scheduler_class(
-            self, batch_size, max_latency, max_batch_cost=max_batch_cost or math.inf
+            self,
+            batch_size,
+            max_latency,
+            max_batch_cost=max_batch_cost or math.inf,
+            round_trip=round_trip,
         )
-        self._round_trip = round_trip
         self.deadline = math.inf
         self.on_back: Callable[[BatchRecord], None] | None = None
         self._ids = itertools.count()  # of batches: transports rely on it that they ascend
         self._enough = 0  # with fewer items waiting, the last decision to wait still holds
         self._may_refuse = False  # a batch came back since a call was refused when nothing waited
-        self._assemble()
-
-    def _assemble(self) -> None:
-        """Make what ``rebuild`` makes anew: the queue, and what decides what is cut of it."""
-        self.queue, self.arrivals = self._new_queue(), ArrivalForecast(self._round_trip)
-        self.scheduler = self._new_scheduler()
+        self.queue = self._new_queue()
+        self.scheduler: Scheduler = self._new_scheduler()
 
     @property
     def steps(self) -> StepScheduler | None:
@@ -178,9 +176,7 @@ class Batcher(CallLedger):
         self.watch(call)
         if self.deadlines.next < self.deadline:
             self.deadline = self.deadlines.next
-        self.arrivals.arrived(call.size, now)
-        if slots.idle and not queue.items:
-            scheduler.first_arrived(call.size, now)
+        scheduler.arrived(call.size, now)
         queue.add(call)
         if slots.idle:
             if queue.items < self._enough and queue.goes_by_arrival:
@@ -298,7 +294,8 @@ class Batcher(CallLedger):
         the workers hold, and what was counted so far. What was learned of the model is learned
         anew. Call ``time_passed`` next.
         """
-        self._assemble()
+        self.queue = self._new_queue()
+        self.scheduler = self._new_scheduler()
         super().rebuild(calls, now)
         self.deadline = now
 
@@ -327,7 +324,7 @@ class Batcher(CallLedger):
             elif not queue.items or not (idle or without_ahead):
                 break
             else:
-                slot, decision = scheduler.decide(now) if idle else scheduler.decide_ahead(now)
+                slot, decision = scheduler.decide(now)
                 if decision.size:
                     batches += self._cut_waiting(slot, decision, now)
                 elif idle and retries.waiting:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..observe.metrics import FIRST_OUTPUTS, RECENT, BatchMetrics
@@ -41,7 +41,6 @@ from ..observe.record import (
 from ..supervision.health import Health
 from .call_queue import CallQueue
 from .isolation import MOST_DEVICE_FAILURES, MOST_OUTAGES, Raised, Retries
-from .learning import ArrivalForecast
 from .slots import Slots
 
 #: A member of an enum is looked up in Python, and every call asks for this one.
@@ -90,11 +89,9 @@ class CallLedger:
 
     Attributes:
         queue: calls with items that are not cut; made anew with the batcher's state.
-        arrivals: of calls, and which are about to come; made anew as well.
     """
 
     queue: CallQueue
-    arrivals: ArrivalForecast
 
     def __init__(
         self,
@@ -118,15 +115,6 @@ class CallLedger:
         return ended
 
     # -- what there is
-
-    def waiting(self) -> Iterator[tuple[Call, int]]:
-        """What waits for a worker, be it yet or again: calls, perhaps in parts, and their items."""
-        for call in self.queue:
-            yield call, call.pending
-        for part in self.retries.waiting:
-            for call, start, stop in part.spans:
-                if not call.is_over:
-                    yield call, stop - start
 
     def in_flight(self) -> list[BatchRecord]:
         """The batches that workers hold, or are about to be sent, in the order of their ids."""
@@ -426,13 +414,10 @@ class CallLedger:
         self.queue.check_invariants()
         self.slots.check_invariants()
         assert not self.ended
-        unanswered: Counter[Call] = Counter()
-        for call, items in self.waiting():
-            unanswered[call] += items
-        assert self.pending_items == sum(unanswered.values())
-        for batch in self.slots.in_flight():
-            assert batch.size == sum(stop - start for _, start, stop in batch.spans)
-            for call, start, stop in batch.spans:
+        unanswered = Counter({call: call.pending for call in self.queue})
+        for part in self.parts():
+            assert part.size == sum(stop - start for _, start, stop in part.spans)
+            for call, start, stop in part.spans:
                 if not call.is_over:
                     unanswered[call] += stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())

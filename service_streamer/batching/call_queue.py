@@ -8,11 +8,12 @@ however many wait.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
+from ..observe.record import BatchRecord, Call, CallState, Reason, Span
 from .learning import LearnedCost
 from .turns import TurnOrder
 
@@ -97,7 +98,7 @@ class CallQueue:
         self.items = 0
         self.cost = LearnedCost()
         self._batch_size = batch_size
-        self._turns: TurnOrder[Call] = TurnOrder(weights)
+        self._turns = TurnOrder(weights)
         self._large: set[Call] = set()  # those that wait
         self._large_items = LARGE * batch_size  # from so many on a call is large
         self._large_work = math.inf  # and if its items cost so much
@@ -121,34 +122,29 @@ class CallQueue:
         most, large = self._large_items, self._large.copy()
         return self.items - sum([max(0, call.pending - most) for call in large])
 
-    def add(self, call: Call, positions: Sequence[int] | None = None) -> None:
-        """The call waits from now on; of all its items, or of those at these positions."""
+    def add(
+        self, call: Call, positions: Sequence[int] | None = None, work: float | None = None
+    ) -> None:
+        """The call waits from now on; of all its items, or of those at these positions.
+
+        Args:
+            work: what they cost, if it is not one for each.
+        """
         if not self.items:
-            self._begin()
+            self._mixed = 0
+            self._turns.forget()
         if positions is not None:  # without lengths it does not matter which: its last ones wait
-            call.pending, call.group = len(positions), None
+            call.pending = len(positions)
         call.state = _WAITING
         pending = call.pending
         self.items += pending
-        turns = self._turns
-        group = turns.ordinary
-        is_small = pending < self._large_items and pending < self._large_work
-        if is_small and call.options is ORDINARY and (group.calls or group is turns.sole):
-            call.group = group  # as the rest would, in less time
-            group.calls.append(call)
-            group.work += pending
-            if call.deadline < math.inf:
-                group.timed += pending
-            return
-        size_class = self._size_class(call, pending)
-        if size_class:
+        if work is None:
+            work = pending
+        size_class = 0
+        if pending >= self._large_items or work >= self._large_work:
+            size_class = self._size_class(call, work)
             self._large.add(call)
-        turns.add(call, pending, pending, size_class)
-
-    def _begin(self) -> None:
-        """The first call is about to wait, after none did."""
-        self._mixed = 0
-        self._turns.forget()
+        self._turns.add(call, pending, work, size_class)
 
     def _size_class(self, call: Call, work: float) -> int:
         """0 if the call, which costs so much, is small.
@@ -169,11 +165,7 @@ class CallQueue:
         if not self.items:
             return 0.0
         work, unit = work_of(call, range(call.size)), self.work / self.items
-        size_class = self._size_class(call, work)
-        return self._ahead(call, size_class, work, unit)
-
-    def _ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
-        return self._turns.ahead(call, size_class, work, unit)
+        return self._turns.ahead(call, self._size_class(call, work), work, unit)
 
     @property
     def goes_by_arrival(self) -> bool:
@@ -275,15 +267,12 @@ class CallQueue:
         return BatchRecord(-1, -1, spans, payloads)
 
     def _learn(self) -> None:
-        """What is large, now that more batches are back."""
-        if self.cost.is_fitted:
-            self._learn_share(2.0)
-
-    def _learn_share(self, least: float) -> None:
-        """What a batch may cost of large calls; one that costs less than ``least`` is small."""
+        """What is large, and what a batch may cost of it, now that more batches are back."""
         base, per_unit = self.cost.padding
-        if per_unit:
+        if per_unit and (self.has_lengths or self.cost.is_fitted):
             self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
+            # A call of one item is small where items have no lengths.
+            least = sys.float_info.min if self.has_lengths else 2.0
             self._large_work = max(least, LARGE * self._share)
 
     def _large_cost_now(self) -> float:

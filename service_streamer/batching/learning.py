@@ -267,7 +267,16 @@ def _means(
 
 
 class LearnedCost:
-    """The line of durations over costs. Not thread-safe.
+    """The line of durations over costs, and the plane over sizes and costs. Not thread-safe.
+
+    A batch of n items, padded to the longest, takes a + p · n + b · n · longest. The line has no p.
+    That is near enough to say how long a batch takes. But batches that were cut small for their
+    lengths are short ones, too: then the line takes p for b, and padding for dearer than it is, and
+    still more batches are cut small.
+
+    The plane is fitted by least squares with the weights of the line, over more batches. While
+    batches are too much alike to show the p, or the p and the b, these stay as they were: of such
+    batches noise alone would decide. Before they show any there is only the line.
 
     Attributes:
         base: what a batch costs however small it is, seconds; 0 at least.
@@ -286,18 +295,20 @@ class LearnedCost:
         self._is_varied = False  # their costs are not all alike
         # Weighted sums over the batches so far: of 1, cost, duration and their products.
         self._sums = [0.0] * 6
+        self._moments = [0.0] * 9  # the same of 1, size, cost, duration and their products
+        self._p = 0.0
+        #: What a batch costs beside its items, and what each unit of padding adds, seconds.
+        self.padding = 0.0, 0.0
+        self._has_plane = False
 
-    def observe(self, cost: float, duration: float, size: int = 1) -> float:  # noqa: ARG002
+    def observe(self, cost: float, duration: float, size: int | None = None) -> None:
         """A batch of this cost took so many seconds.
 
         Args:
-            size: how many items it had; the line does not ask.
-
-        Returns:
-            Its weight among the batches so far; 0 if it says nothing.
+            size: how many items it had; None where items have no lengths, and nothing is padded.
         """
         if duration <= 0.0:
-            return 0.0
+            return
         if 0 < self._batches < FITTED_BATCHES and duration > NO_WORK * self.duration(cost):
             # Such as what a web server asks a model about itself: it would outweigh hundreds.
             self._forget()
@@ -325,12 +336,32 @@ class LearnedCost:
             slope = (together + ridge * self.per_unit) / (max(0.0, spread) + ridge)
             self.per_unit = min(max(0.0, slope), d / c)
         self.base = max(0.0, d - self.per_unit * c)
-        return weight
+        if not self._has_plane:
+            self.padding = self.base, self.per_unit
+        if size is not None:
+            self._observe_size(size, cost, duration, weight)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether there was a batch."""
-        return self._batches > 0
+    def _observe_size(self, size: int, cost: float, duration: float, weight: float) -> None:
+        products = (
+            1.0, size, cost, duration,
+            size * size, size * cost, cost * cost, size * duration, cost * duration,
+        )  # fmt: skip
+        self._moments, (s, c, took, ss, sc, cc, sd, cd) = _means(
+            self._moments, products, weight, PADDING_FORGETTING
+        )
+        ss, sc, cc = ss - s * s, sc - s * c, cc - c * c  # variances, and covariances
+        sd, cd = sd - s * took, cd - c * took
+        b = self.padding[1]
+        if cc > LEAST_SPREAD * c * c:
+            self._has_plane = True
+            together = ss * cc - sc * sc
+            if together > PADDING_SPREAD * s * s * cc:
+                self._p = max(0.0, (cc * sd - sc * cd) / together)
+            b = (cd - sc * self._p) / cc
+            if b < 0.0:
+                b, self._p = 0.0, max(0.0, sd / ss) if ss > 0.0 else 0.0
+        if self._has_plane:
+            self.padding = max(0.0, took - self._p * s - b * c), b
 
     @property
     def mean(self) -> float:
@@ -350,60 +381,6 @@ class LearnedCost:
         """
         return (self.base, self.per_unit) if self.is_settled and self._is_varied else None
 
-    @property
-    def padding(self) -> tuple[float, float]:
-        """What a batch costs beside its items, and what each unit of padding adds, seconds."""
-        return self.base, self.per_unit
-
     def duration(self, cost: float) -> float:
         """Seconds for a batch of that cost; 0 while nothing is known."""
         return self.base + self.per_unit * cost
-
-
-class PaddedCost(LearnedCost):
-    """The line of durations over costs, and the plane over sizes and costs. Not thread-safe.
-
-    A batch of n items, padded to the longest, takes a + p · n + b · n · longest. The line has no p.
-    That is near enough to say how long a batch takes. But batches that were cut small for their
-    lengths are short ones, too: then the line takes p for b, and padding for dearer than it is, and
-    still more batches are cut small.
-
-    The plane is fitted by least squares with the weights of the line, over more batches. While
-    batches are too much alike to show the p, or the p and the b, these stay as they were: of such
-    batches noise alone would decide. Before they show any there is only the line.
-    """
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._a, self._p = 0.0, 0.0
-        self._b: float | None = None  # not known
-        # Weighted sums over the batches so far: of 1, size, cost, duration and their products.
-        self._moments = [0.0] * 9
-
-    def observe(self, cost: float, duration: float, size: int = 1) -> float:
-        weight = super().observe(cost, duration)
-        if not weight:
-            return 0.0
-        products = (
-            1.0, size, cost, duration,
-            size * size, size * cost, cost * cost, size * duration, cost * duration,
-        )  # fmt: skip
-        self._moments, (s, c, took, ss, sc, cc, sd, cd) = _means(
-            self._moments, products, weight, PADDING_FORGETTING
-        )
-        ss, sc, cc = ss - s * s, sc - s * c, cc - c * c  # variances, and covariances
-        sd, cd = sd - s * took, cd - c * took
-        if cc > LEAST_SPREAD * c * c:
-            together = ss * cc - sc * sc
-            if together > PADDING_SPREAD * s * s * cc:
-                self._p = max(0.0, (cc * sd - sc * cd) / together)
-            b = (cd - sc * self._p) / cc
-            if b < 0.0:
-                b, self._p = 0.0, max(0.0, sd / ss) if ss > 0.0 else 0.0
-            self._b = b
-        self._a = max(0.0, took - self._p * s - (self._b or 0.0) * c)
-        return weight
-
-    @property
-    def padding(self) -> tuple[float, float]:
-        return super().padding if self._b is None else (self._a, self._b)

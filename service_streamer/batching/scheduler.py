@@ -51,8 +51,8 @@ class Scheduler(ABC):
     # -- what happens
 
     @abstractmethod
-    def first_arrived(self, size: int, now: float) -> None:
-        """A call of so many items has just arrived: none waits, and a worker is idle."""
+    def arrived(self, size: int, now: float) -> None:
+        """A call of so many items has just arrived, and is not in the queue yet."""
 
     @abstractmethod
     def prepare(self, batch: BatchRecord) -> float:
@@ -93,11 +93,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def decide(self, now: float) -> tuple[int, Decision]:
-        """The idle worker that is next, and what to do with the items that wait."""
+        """Which worker is next, and what to do with the items that wait.
 
-    @abstractmethod
-    def decide_ahead(self, now: float) -> tuple[int, Decision]:
-        """The busy worker that is next, and what to do with the items that wait."""
+        One takes a batch: an idle one if there is any, else one that is busy.
+        """
 
     @abstractmethod
     def hopeless_for(self, call: Call, now: float) -> float:
@@ -166,7 +165,7 @@ class StepScheduler(Scheduler):
         self._places = places
         self.resumes = resumes
 
-    def first_arrived(self, size: int, now: float) -> None:
+    def arrived(self, size: int, now: float) -> None:
         """A free place takes the next item, whatever may follow."""
 
     def prepare(self, batch: BatchRecord) -> float:
@@ -263,10 +262,8 @@ class StepScheduler(Scheduler):
         return again, cut_off
 
     def decide(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
-        return next(iter(self._slots.idle)), _PLACE
-
-    def decide_ahead(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
-        return self._slots.emptiest(), _PLACE
+        slots = self._slots
+        return next(iter(slots.idle)) if slots.idle else slots.emptiest(), _PLACE
 
     def hopeless_for(self, call: Call, now: float) -> float:
         takes = self._takes(call, self._queue.ahead(call))

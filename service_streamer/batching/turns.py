@@ -26,9 +26,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator, Mapping
-from math import frexp, inf, isclose, ldexp
+from itertools import chain
+from math import ceil, frexp, inf, isclose, ldexp
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
 
 from ..observe.record import ORDINARY, Call
 
@@ -37,6 +37,13 @@ from ..observe.record import ORDINARY, Call
 #: Chosen by reasoning: an eighth of the turns prevents starvation, and deadlines and priorities
 #: lose no more than that.
 AGING = 8
+
+#: What an item of a tenant costs is averaged over about so many calls.
+#: Chosen by reasoning: a share follows a tenant whose items become longer within a few batches.
+UNIT_ITEMS = 16
+
+#: What an item costs at the least, so that a share is a number whatever the lengths are.
+_LEAST_UNIT = 1e-9
 
 #: What the calls of a group have in common, in the order of rank: for small calls with a timeout of
 #: their own the deadline, rounded down, else infinity; the negative priority; the class of size.
@@ -56,31 +63,13 @@ _PRECISION = 5
 _ARRIVED_AT, _TAG = attrgetter("arrived_at"), attrgetter("tag")
 
 
-class WindowPart:
-    """Some items of a call, which have turns of their own."""
-
-    __slots__ = ("arrived_at", "call", "deadline", "entries", "group", "options")
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.options = call.options
-        self.arrived_at = call.arrived_at
-        self.deadline = call.deadline
-        self.group: Any = None  # as of a call
-        self.entries: dict[int, Any] = {}  # what there is of the items, by their place in the call
-
-
-#: What waits.
-T = TypeVar("T", Call, WindowPart)
-
-
-class CallGroup(Generic[T]):
+class CallGroup:
     """Calls of a tenant that go by arrival among each other."""
 
     __slots__ = ("calls", "kind", "left", "line", "size_class", "tag", "timed", "unit", "work")
 
-    def __init__(self, line: _Line[T], kind: _Kind, tag: float) -> None:
-        self.line: _Line[T] = line
+    def __init__(self, line: _Line, kind: _Kind, tag: float) -> None:
+        self.line = line
         self.kind = kind
         self.size_class = kind[2]  # 0 of small calls
         self.tag = tag  # the virtual time of the class, among those of its priority
@@ -88,22 +77,13 @@ class CallGroup(Generic[T]):
         self.work = 0.0  # what all cost that wait
         self.timed = 0.0  # what those of them cost that have a deadline
         #: By arrival, perhaps with some that have left, but not as the first.
-        self.calls: deque[T] = deque()
+        self.calls: deque[Call] = deque()
         self.left = 0  # of these
 
-    def __iter__(self) -> Iterator[T]:
-        return iter([call for call in self.calls if call.group is self])
+    def __iter__(self) -> Iterator[Call]:
+        return (call for call in self.calls if call.group is self)
 
-    def add(self, call: T, work: float) -> None:
-        """The call waits from now on. If it does already, with more items."""
-        if call.group is not self:
-            call.group = self
-            self.calls.append(call)
-        self.work += work
-        if call.deadline < inf:
-            self.timed += work
-
-    def first_timed(self) -> T | None:
+    def first_timed(self) -> Call | None:
         """The first call that has a deadline."""
         if self.calls[0].deadline < inf:  # as nearly always
             return self.calls[0]
@@ -120,33 +100,37 @@ class CallGroup(Generic[T]):
         if 2 * self.left > len(calls) + 64:
             self.calls, self.left = deque(self), 0
 
-    def check_invariants(self, works: Mapping[T, float]) -> None:
+    def check_invariants(self, works: Mapping[Call, float]) -> None:
         assert not self.calls or self.calls[0].group is self
         work = sum([works[call] for call in {*self}])
         assert isclose(self.work, work, abs_tol=1e-6 * (1.0 + work))
 
 
-class _Line(Generic[T]):
+class _Line:
     """The calls of one tenant that wait."""
 
     def __init__(self, tenant: str, weight: float) -> None:
         self.tenant = tenant
         self.weight = weight
+        self.unit = 1.0  # what an item costs, on average
         self.place: tuple[float, int] = (0.0, 0)  # its virtual time, and what breaks ties
-        self.groups: dict[_Kind, CallGroup[T]] = {}  # those with calls
+        self.groups: dict[_Kind, CallGroup] = {}  # those with calls
         self.kinds: list[_Kind] = []  # of these, by rank
         self._tags: dict[_Kind, float] = {}  # of classes of size without calls
         self._turns = 0  # that it had since a small call had one for its age
         # What others cost since a large call had a turn for its age, or the first one came.
         self._credit = 0.0
-        self._aged: T | None = None  # the call that ``head`` has just returned for its age
+        self._aged: Call | None = None  # the call that ``head`` has just returned for its age
+
+    def __iter__(self) -> Iterator[Call]:
+        return chain.from_iterable([self.groups[kind] for kind in self.kinds])
 
     @property
     def work(self) -> float:
         """What those cost that wait."""
         return sum([group.work for group in self.groups.values()])
 
-    def group_of(self, call: T, size_class: int) -> CallGroup[T]:
+    def group_of(self, call: Call, size_class: int) -> CallGroup:
         """The group that a new call belongs to."""
         soon, options = inf, call.options
         if options.has_deadline and not size_class and call.deadline < inf:
@@ -156,7 +140,7 @@ class _Line(Generic[T]):
         kind = soon, -options.priority, size_class
         return self.groups.get(kind) or self._begin(kind)
 
-    def _begin(self, kind: _Kind) -> CallGroup[T]:
+    def _begin(self, kind: _Kind) -> CallGroup:
         """A class of size does not save up turns, and does not forget what it had."""
         if kind[2] and not any(size_class for _, _, size_class in self.kinds):
             self._credit = 0.0
@@ -167,7 +151,7 @@ class _Line(Generic[T]):
         insort(self.kinds, kind)
         return group
 
-    def end(self, group: CallGroup[T]) -> None:
+    def end(self, group: CallGroup) -> None:
         """No call of the group waits any more."""
         kind = group.kind
         del self.groups[kind]
@@ -177,7 +161,7 @@ class _Line(Generic[T]):
         if self.groups and kind[0] == inf:
             self._tags[kind] = group.tag
 
-    def head(self, now: float) -> T:
+    def head(self, now: float) -> Call:
         """Whose turn it is; there must be one."""
         kinds, groups = self.kinds, self.groups
         self._aged = None
@@ -205,7 +189,7 @@ class _Line(Generic[T]):
         highest = kinds[0][1]
         return min([each for each in classes if each.kind[1] == highest], key=_TAG).calls[0]
 
-    def served(self, call: T, cost: float) -> None:
+    def served(self, call: Call, cost: float) -> None:
         """The call that ``head`` returned had its turn."""
         size_class, is_aged = call.group.size_class, call is self._aged
         self._aged = None
@@ -218,42 +202,28 @@ class _Line(Generic[T]):
         Args:
             work: of the call itself, which is not counted.
         """
-        rank = -call.options.priority
-        if size_class:
-            return self._ahead_of_large((inf, rank, size_class), work)
-        sooner = timed = later = higher = 0.0
+        rank, has_deadline = -call.options.priority, call.options.has_deadline
+        before = own = 0.0
         for (soon, other_rank, other_class), group in self.groups.items():
             if soon < inf:
-                sooner += group.work if soon <= call.deadline else 0.0
-                later += group.work if soon > call.deadline else 0.0
-            elif not other_class:  # the large ones have turns as well
-                timed += group.timed
-                higher += group.work if other_rank <= rank else 0.0
-        if call.options.has_deadline:
-            return sooner
-        # It goes before those of a lower priority, and when it is due before those that are not.
-        return sooner + min(timed, later + higher)
-
-    def _ahead_of_large(self, kind: _Kind, work: float) -> float:
-        before = others = own = 0.0
-        for other, group in self.groups.items():
-            if other == kind:
+                before += group.work if size_class or soon <= call.deadline else 0.0
+            elif other_rank > rank:
+                pass  # though these may be due before
+            elif size_class and other_class == size_class and other_rank == rank:
                 own = group.work
-            elif other[0] < inf or other[1] < kind[1]:
+            elif size_class:
                 before += group.work
-            elif other[1] == kind[1]:
-                others += group.work
-        # It is over when its class has had so much. Meanwhile the others of its priority have had
-        # as much, and what goes before it has what age leaves to that.
-        share = own + work
-        return own + min(others, share) + min(before, (AGING - 1) * share)
+            elif not other_class and not has_deadline:
+                before += group.timed  # it goes before the others when it is due
+        # A large one is over when its class has had so much, and the others of its priority too.
+        return own + min(before, own + work) if size_class else before
 
 
-def _oldest(calls: list[T]) -> T | None:
+def _oldest(calls: list[Call]) -> Call | None:
     return min(calls, key=_ARRIVED_AT, default=None)
 
 
-class TurnOrder(Generic[T]):
+class TurnOrder:
     """Whose turn it is among calls of all tenants.
 
     Args:
@@ -263,30 +233,30 @@ class TurnOrder(Generic[T]):
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         #: Of the tenants that wait, and of those that had more than others and may come back.
-        self._lines: dict[str, _Line[T]] = {}
-        self._order: list[tuple[float, int, _Line[T]]] = []  # their places, sorted
+        self._lines: dict[str, _Line] = {}
+        self._order: list[tuple[float, int, _Line]] = []  # their places, sorted
         self._number = 0  # of the last place, or query of ``_served_before``
         self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
         self._shares_until = 0  # the number from which on they are made anew
-        self._groups: dict[
-            CallGroup[T], None
-        ] = {}  # those with calls, and ``sole``; an ordered set
+        self._groups: dict[CallGroup, None] = {}  # those with calls, and ``sole``; an ordered set
         #: The group of all calls that wait, which go by arrival; None if there are several. It
         #: stays if it becomes empty, since the next call is most likely of its kind.
-        self.sole: CallGroup[T] | None = None
-        #: Of calls without anything of their own, for a short way to it unless it is empty.
-        self.ordinary: CallGroup[T] = CallGroup(_Line("", 1.0), (inf, 0, 0), 0.0)
+        self.sole: CallGroup | None = None
+        #: Of calls without anything of their own; another one if it is empty and not ``sole``.
+        self._ordinary = CallGroup(_Line("", 1.0), (inf, 0, 0), 0.0)
         self._clock = 0.0  # the virtual time of the tenant that was served last
         self._cost = 1.0  # of its turn
+        #: Whose turn it was last. Other tenants are not charged for items that go along.
+        self._served: _Line | None = None
 
     def forget(self) -> None:
         """No call waits any more: what the tenants had does not count later."""
         if len(self._order) > 1 and self.sole is not None:
-            line: _Line[T] = self.sole.line
+            line: _Line = self.sole.line
             virtual, number = line.place
             self._lines, self._order = {line.tenant: line}, [(virtual, number, line)]
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Call]:
         return iter([call for group in self._groups for call in group])
 
     def _find_sole(self) -> None:
@@ -301,15 +271,16 @@ class TurnOrder(Generic[T]):
             return sole.calls[0].arrived_at if sole.calls else inf
         return min([group.calls[0].arrived_at for group in self._groups], default=inf)
 
-    def add(self, call: T, items: int, work: float, size_class: int) -> None:
-        """The call waits from now on, with so many of its items. If it does already, with more."""
+    def add(self, call: Call, items: int, work: float, size_class: int) -> None:
+        """The call waits from now on, with so many items, which cost so much."""
         is_ordinary = call.options is ORDINARY and not size_class
-        group: CallGroup[T] | None = self.ordinary if is_ordinary else call.group
-        if group is None or not group.calls:
+        group: CallGroup = self._ordinary
+        if not (is_ordinary and (group.calls or group is self.sole)):  # the short way for most
             tenant = call.options.tenant
             line = self._lines.get(tenant)
             if line is None:
                 line = self._lines[tenant] = _Line(tenant, self._weights.get(tenant, 1.0))
+                line.unit = max(work / items, _LEAST_UNIT)
                 self._place(line, self._clock + self._cost / line.weight)
             group, sole = line.group_of(call, size_class), self.sole
             if not group.calls and group is not sole:
@@ -319,16 +290,20 @@ class TurnOrder(Generic[T]):
                     self._end(sole)
             group.unit = work / items or 1.0
             if is_ordinary:
-                self.ordinary = group
-        group.add(call, work)
+                self._ordinary = group
+        call.group = group
+        group.calls.append(call)
+        group.work += work
+        if call.deadline < inf:
+            group.timed += work
 
-    def _place(self, line: _Line[T], virtual: float) -> None:
+    def _place(self, line: _Line, virtual: float) -> None:
         # The number breaks ties: the tenant that was served first is served first again.
         self._number += 1
         line.place = virtual, self._number
         insort(self._order, (virtual, self._number, line))
 
-    def _charge(self, line: _Line[T], cost: float) -> None:
+    def _charge(self, line: _Line, cost: float) -> None:
         """The tenant had so much."""
         virtual, _ = line.place
         del self._order[bisect_left(self._order, line.place)]
@@ -341,9 +316,9 @@ class TurnOrder(Generic[T]):
             del order[0], self._lines[line.tenant]
             line = order[0][2]
 
-    def remove(self, call: T, work: float, *, is_last: bool) -> None:
+    def remove(self, call: Call, work: float, *, is_last: bool) -> None:
         """Items of the call that cost so much, perhaps the last ones here, wait no more."""
-        group: CallGroup[T] = call.group
+        group: CallGroup = call.group
         if is_last:
             call.group = None
             group.left += 1
@@ -353,23 +328,48 @@ class TurnOrder(Generic[T]):
         if not group.calls and group is not self.sole:
             self._end(group)
 
-    def _end(self, group: CallGroup[T]) -> None:
+    def _end(self, group: CallGroup) -> None:
         group.line.end(group)
         del self._groups[group]
         self._find_sole()
 
-    def head(self, now: float) -> T:
+    def head(self, now: float) -> Call:
         """Whose turn it is; there must be one."""
         if self.sole is not None:
             return self.sole.calls[0]
         self._forget_before(_LAST)
         return self._order[0][2].head(now)
 
+    def next_calls(self, items: int) -> Iterator[tuple[Call, int]]:
+        """About so many items that are next: calls by rank, and how many items of each.
+
+        Each tenant has its share by weight, whatever it had before.
+        """
+        sole = self.sole
+        if sole is not None:
+            lines = [sole.line]
+        else:  # at most one for each item, however many tenants wait
+            self._forget_before(_LAST)
+            lines = [line for _, _, line in self._order[:items] if line.groups]
+        total = sum([line.weight / line.unit for line in lines])
+        for line in lines:
+            room = ceil(items * (line.weight / line.unit / total))
+            for call in line:
+                pending = call.pending
+                yield call, pending if pending < room else room
+                room -= pending
+                if room <= 0:
+                    break
+
     def took(
-        self, call: T, items: int, work: float, *, is_last: bool, goes_along: bool = False
+        self, call: Call, items: int, work: float, *, is_last: bool, goes_along: bool = False
     ) -> None:
-        """What ``head`` said had its turn, with so many items; or others go along with those."""
-        group: CallGroup[T] = call.group
+        """What ``head`` said had its turn, with so many items; or others go along with those.
+
+        A tenant is charged for those that go along in its own turn only. Else one that always has
+        some would have no turn any more, and its odd items would wait for ever.
+        """
+        group: CallGroup = call.group
         line = group.line
         if group is self.sole:
             if is_last:
@@ -378,12 +378,15 @@ class TurnOrder(Generic[T]):
             self.sole_took(work, work if call.deadline < inf else 0.0)
             return
         cost = work or float(items)  # else a tenant with no others would always be next
+        group.unit = cost / items
+        line.unit += (max(group.unit, _LEAST_UNIT) - line.unit) / UNIT_ITEMS
         if not goes_along:
             self._clock, self._cost = line.place[0], cost
+            self._served = line
             line.served(call, cost)
-        group.unit = cost / items
-        group.tag += cost
-        self._charge(line, cost)
+        if line is self._served:
+            group.tag += cost
+            self._charge(line, cost)
         self.remove(call, work, is_last=is_last)
 
     def sole_took(self, work: float, timed: float) -> None:
@@ -438,7 +441,7 @@ class TurnOrder(Generic[T]):
         _, before, weights = self._shares[bisect_left(self._shares, (share, 0.0, 0.0))]
         return before + share * weights
 
-    def check_invariants(self, works: Mapping[T, float]) -> None:
+    def check_invariants(self, works: Mapping[Call, float]) -> None:
         """Raise ``AssertionError`` if it differs from what all that wait cost. For tests."""
         assert {*self} == {*works}
         lines = [*self._lines.values()]

@@ -190,32 +190,22 @@ def simulate(
     return run.report(warm_up)
 
 
-#: Nothing is sent ahead that is not full.
-_NOT_YET = Decision(0, Reason.ALONE, math.inf)
-
-
 class FixedWait(BatchScheduler):
     """Waits until there is a full batch, or the oldest item has waited for ``max_latency``."""
 
     def answered(self, batch: BatchRecord, calls: int) -> None:
         """Learn nothing."""
 
-    def decide_ahead(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
-        return next(iter(self._slots.without_ahead)), self._full_batch or _NOT_YET
-
     def decide(self, now: float) -> tuple[int, Decision]:
-        slot, decision = next(iter(self._slots.idle)), self._full_batch
-        if decision is None:
-            wait_until = self._queue.oldest_arrival() + self._max_latency
-            size = 0 if wait_until > now else self._queue.items
-            decision = Decision(size, Reason.MAX_LATENCY, wait_until, self._max_batch_cost)
-        return slot, decision
-
-    @property
-    def _full_batch(self) -> Decision | None:
-        if self._queue.items < self._batch_size:
-            return None
-        return Decision(self._batch_size, Reason.FULL, max_cost=self._max_batch_cost)
+        idle, items = self._slots.idle, self._queue.items
+        slot, most = next(iter(idle or self._slots.without_ahead)), self._max_batch_cost
+        if items >= self._batch_size:
+            return slot, Decision(self._batch_size, Reason.FULL, max_cost=most)
+        if not idle:  # nothing is sent ahead that is not full
+            return slot, Decision(0, Reason.ALONE, math.inf)
+        wait_until = self._queue.oldest_arrival() + self._max_latency
+        size = 0 if wait_until > now else items
+        return slot, Decision(size, Reason.MAX_LATENCY, wait_until, most)
 
 
 #: When it is, a number that keeps the rest from being compared, what happens, and what it is about.

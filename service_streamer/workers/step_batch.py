@@ -156,10 +156,10 @@ class StepBatch:
     def _most_in_time(self) -> float:
         """How many items may start now: at least one, and all if nothing runs that would wait."""
         starts = self._start_time
-        if not self.running or not starts.is_known:
+        if not self.running:
             return math.inf
         allowed = max(STALL_STEPS * self._step_time, STALL_STARTS * starts.duration(1))
-        if starts.per_unit * 1e9 <= allowed:  # each takes nothing beside the call
+        if starts.per_unit * 1e9 <= allowed:  # each takes nothing beside the call, or none began
             return math.inf
         return max(1, int((allowed - starts.base) / starts.per_unit))
 
