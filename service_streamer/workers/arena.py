@@ -60,10 +60,12 @@ _PARTS_OF_MEMORY = 8
 #: Alignment of parts in bytes, like that of other memory for models.
 _ALIGNMENT = 64
 
-#: The pickle's stream, if it is in the message; the block's start and size; the start of the parts,
-#: the first of which is the stream unless it is in the message; their lengths; the number of the
-#: memory, which is 0 unless a third process writes to it: see ``memory_link``.
-Wire: TypeAlias = tuple[bytes | None, int, int, int, tuple[int, ...], int]
+#: A block: the number of its memory, which is 0 unless a third process writes to it, and its start.
+Block: TypeAlias = tuple[int, int]
+
+#: A payload in a message: the two of its block, the block's size, the start of the parts and their
+#: lengths, and the pickle's stream, or None if that is the first part.
+Wire: TypeAlias = tuple[int, int, int, int, tuple[int, ...], bytes | None]
 
 _numbers = itertools.count(1)
 
@@ -231,7 +233,7 @@ class Arena:
             del starts[0]
         for position, buffer in zip(starts, buffers, strict=True):
             self._copy(start + position, buffer)
-        return Placed((stream, lease.block, lease.size, start, (*lengths,), 0), lease)
+        return Placed((0, lease.block, lease.size, start, (*lengths,), stream), lease)
 
     def _copy(self, start: int, source: memoryview) -> None:
         for done in range(0, source.nbytes, _COPIED_AT_ONCE):

@@ -42,7 +42,7 @@ from .arena import Memory
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
-VERSION = 7
+VERSION = 8
 
 #: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
 #: Others are at a batch until it is over, and read in shared memory that nobody waits for it.

@@ -36,7 +36,7 @@ from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .arena import Memory
 from .codec import Codec
-from .memory_link import Memories, MemoryLink, link_in_worker
+from .memory_link import Memories, MemoryLink
 from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,
@@ -239,12 +239,11 @@ def _exit_with_parent(descriptor: int, link: MemoryLink | None) -> None:
     """
     poll = select.poll()
     poll.register(descriptor, 0)
-    more = link if link is not None and link.more is not None else None
-    if more is not None:
-        poll.register(more, select.POLLIN)
+    if link is not None and link.fileno() >= 0:
+        poll.register(link, select.POLLIN)
     while descriptor not in dict(poll.poll()):
-        if more is not None and not more.take_in():
-            poll.unregister(more)
+        if link is not None and not link.take_in():
+            poll.unregister(link)
     os._exit(0)
 
 
@@ -254,7 +253,7 @@ class _PipeChannel(CodedChannel):
     def __init__(
         self, requests: Connection, responses: Connection, memories: Memories | None
     ) -> None:
-        link = link_in_worker(memories)
+        link = None if memories is None else memories.link()
         super().__init__(Codec(None if link is None else link.arena), link)
         self._pid = os.getpid()
         self._connections = requests, responses  # they close their descriptors when collected
