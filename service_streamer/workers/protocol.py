@@ -31,6 +31,7 @@ import dataclasses
 import operator
 import os
 import pickle
+import threading
 import traceback
 from collections import deque
 from typing import Any, NamedTuple, cast
@@ -315,7 +316,7 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes frames in order and keeps what the pipe does not take yet; one thread at a time.
+    """Writes frames in order and keeps what the pipe does not take yet. Any thread.
 
     If the other end is closed, what is written is dropped: who watches that end will say so. A
     finalizer that calls ``write`` may interrupt any line here. It only appends then.
@@ -323,34 +324,45 @@ class FrameWriter:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.unwritten: deque[memoryview] = deque()  # for ``flush``
+        self.is_closed = False
+        self._unwritten: deque[memoryview] = deque()
+        # Reentrant: a finalizer of a user's, which makes a call, may run in the midst of a flush.
+        self._lock = threading.RLock()
 
     def write(self, frame: bytes) -> bool:
         """Append a frame and write what the pipe takes; whether nothing is left to ``flush``."""
-        is_idle = not self.unwritten
-        header = len(frame).to_bytes(_HEADER_SIZE, "little")
-        if len(frame) < _READ_SIZE:
-            self.unwritten.append(memoryview(header + frame))
-        else:  # not copied
-            self.unwritten.extend((memoryview(header), memoryview(frame)))
-        return is_idle and self.flush()
+        with self._lock:
+            is_idle = not self._unwritten
+            header = len(frame).to_bytes(_HEADER_SIZE, "little")
+            if len(frame) < _READ_SIZE:
+                self._unwritten.append(memoryview(header + frame))
+            else:  # not copied
+                self._unwritten.extend((memoryview(header), memoryview(frame)))
+            return is_idle and self.flush()
 
     def flush(self) -> bool:
         """Write what the pipe takes now; whether nothing is left."""
-        unwritten = self.unwritten
-        while unwritten:
-            try:
-                count = os.write(self.descriptor, unwritten[0])
-            except BlockingIOError:
-                return False
-            except BrokenPipeError:
-                unwritten.clear()
-                break
-            if count == len(unwritten[0]):
-                unwritten.popleft()
-            else:
-                unwritten[0] = unwritten[0][count:]
-        return True
+        with self._lock:
+            unwritten = self._unwritten
+            while unwritten:
+                try:
+                    count = 0 if self.is_closed else os.write(self.descriptor, unwritten[0])
+                except BlockingIOError:
+                    return False
+                except BrokenPipeError:
+                    count = 0
+                if not count:
+                    unwritten.clear()
+                elif count == len(unwritten[0]):
+                    unwritten.popleft()
+                else:
+                    unwritten[0] = unwritten[0][count:]
+            return True
+
+    def close(self) -> None:
+        """Write nothing more: the descriptor is about to be another file's."""
+        with self._lock:
+            self.is_closed = True
 
 
 # -- progress

@@ -282,15 +282,11 @@ class KnownWorker(Worker):
         self.place = place  # its number in messages; decides about its device
         self.link = link  # for what is too large for a message
         #: How many items each batch has that it was sent and has not answered, by the batch's id.
-        #: Any thread adds, the loop's removes.
+        #: Any thread adds, the loop's removes. A stream has one, followed by outputs that it had.
         self.unanswered: dict[int, int] = {}
         self.final_report: StartFailure | DeviceFailure | None = None  # then it ends by itself
         self.killed_for: str | None = None  # why it was ended by force, in words
         self.is_ready = self.wants_rows = False
-
-    def expect_answer(self, batch_id: int, payloads: list[Any], calls: int | list[int]) -> None:
-        """It gets a batch. After the item of a stream come outputs that it has had."""
-        self.unanswered[batch_id] = 1 if calls is True else len(payloads)
 
     def events(self, message: FromWorker) -> Sequence[WorkerEvent]:
         """What it has said, for the engine; nothing if it says why it is about to end.

@@ -260,7 +260,6 @@ class _PipeChannel(CodedChannel):
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
         self.writer = FrameWriter(responses.fileno())
-        self._write_lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(requests.fileno(), select.POLLIN)
 
@@ -293,8 +292,7 @@ class _PipeChannel(CodedChannel):
     def send_raw(self, message: tuple[Any, ...]) -> None:
         self.check_owner()
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._write_lock:  # another thread may answer a batch at this time
-            self.writer.write(pickled)  # the pipe blocks until it has all of it
+        self.writer.write(pickled)  # the pipe blocks until it has all of it
 
 
 def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
