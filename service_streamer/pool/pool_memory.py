@@ -270,8 +270,7 @@ class ClientItems:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._link: MemoryLink | None = None
-        self._lock = threading.RLock()
+        self._window = Window(memory, collections.deque(), private=False)
 
     def place(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
         """The payloads of a call, for workers.
@@ -294,18 +293,9 @@ class ClientItems:
 
     def copy(self, wire: Wire, arena: Arena | None) -> Any:
         """A payload in the pool's memory, or in the message if there is no room."""
-        with self._lock:
-            if self._link is None:
-                self._link = MemoryLink(None, self.memory)
-            received: list[Any] = [(0, *wire[1:])]
-            self._link.receive(received)
-            parts: Parts = received.pop().parts()
-            payload: Any = None if arena is None else arena.put(parts)
-            if payload is None:
-                payload = parts.copy()
-            del parts
-            self._link.pop_ended()  # which the client is not told: the lease holds the block
-            return payload
+        parts = self._window.copies(wire)
+        placed = None if arena is None else arena.put(parts)
+        return parts if placed is None else placed
 
 
 class _ItemLease:

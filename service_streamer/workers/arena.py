@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..reporting import quiet_log
 from .codec import Parts
@@ -127,14 +127,11 @@ class Lease:
         self._ended.append(self)
 
 
-class Placed:
+class Placed(NamedTuple):
     """A large payload in shared memory, as its writer has it; a reader has a ``Received``."""
 
-    __slots__ = ("lease", "wire")
-
-    def __init__(self, wire: Wire, lease: Any) -> None:
-        self.wire = wire
-        self.lease = lease
+    wire: Wire
+    lease: Any
 
 
 def positions(lengths: Sequence[int]) -> list[int]:
@@ -186,10 +183,6 @@ class Arena:
         self._open: dict[int, tuple[Lease, int]] = {}
         self._lock = threading.RLock()  # reentrant: a user's finalizer may call us
         self._is_busy = False
-
-    def expect_rows(self, count: int) -> None:
-        """The next batch has so many payloads, which should lie side by side."""
-        self.rows = max(count, self.rows - 1)  # one large batch is soon forgotten
 
     def reclaim(self) -> int:
         """Free the blocks that have ended; returns the number of allocated bytes."""

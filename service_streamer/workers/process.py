@@ -159,8 +159,8 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
             link, arena = worker.link, self.memory.arena
             released = None
             if link is not None and arena is not None:
-                if worker.wants_rows:
-                    arena.expect_rows(len(payloads))
+                if worker.wants_rows:  # one large batch is soon forgotten
+                    arena.rows = max(len(payloads), arena.rows - 1)
                 released = link.lend(payloads) or None
             message = batch_id, payloads, released, calls
             self._write(worker, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
