@@ -352,9 +352,8 @@ def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 def _reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor to its data, dtype and shape.
 
-    torch's own pickling sends the whole storage, even for one row. Here a tensor of any size
-    arrives on the CPU, contiguous, without graph and attributes. torch pickles sparse, quantized
-    and nested tensors, moved to the CPU, and subclasses: of a ``Parameter`` its data come here.
+    torch's own pickling sends the whole storage, even for one row. It still pickles sparse,
+    quantized and nested tensors, and subclasses: of a ``Parameter`` its data come here.
     """
     import torch
 

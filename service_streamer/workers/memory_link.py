@@ -47,8 +47,8 @@ _region_types: dict[int, Any] = {}
 class ReadLease(Lease):
     """Referenced by all views of a block; its end means that there are no more views.
 
-    A finalizer may come too early: the garbage collector calls all finalizers of a cycle before it
-    knows whether one revives a part of it. So ``pop_ended`` counts the references of what it kept.
+    The garbage collector calls all finalizers of a cycle before it knows whether one revives a part
+    of it. So ``pop_ended`` counts the references of what has ended.
     """
 
     __slots__ = ("__weakref__", "is_copied", "number", "start", "stop")
@@ -80,11 +80,10 @@ _FEWEST_REFERENCES = _fewest_references()
 
 
 class Window:
-    """Reads payloads from another process's arena.
+    """Reads payloads from another process's arena. Leases report their end to ``ended``.
 
-    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time. Leases
-    report their end to ``ended``. ``private`` hides readers' writes from later readers, and enables
-    ``view``.
+    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time.
+    ``private`` hides readers' writes from later readers, and enables ``view``.
     """
 
     def __init__(

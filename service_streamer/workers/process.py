@@ -172,10 +172,7 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         self._write(worker, pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
 
     def _write(self, worker: _WorkerProcess, frame: bytes) -> None:
-        """Write a frame. If this raises, as by KeyboardInterrupt, the worker is killed.
-
-        It could wait for the rest of the frame for ever.
-        """
+        """Write a frame. If this raises, the worker is killed: it could wait for the rest."""
         try:
             if not worker.writer.write(frame):
                 self._full.add(worker)
@@ -230,10 +227,7 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
-        """Close this process's copies of the parent's ends.
-
-        Otherwise a worker would not see the end of its parent before that of this process too.
-        """
+        """Close its copies of the parent's ends, or workers would not see the end of the parent."""
         for worker in self._workers.values():
             worker.abandon_in_forked_child()
         self._workers.clear()

@@ -77,10 +77,9 @@ _READ_SIZE = 65_536
 class Failure:
     """An error on its way to callers: each of them gets an exception of its own.
 
-    Sharing one instance would let the traceback grow with every caller that raises it and keep the
-    frames of all of them alive. What the model raised stays pickled until a caller asks for it:
-    unpickling imports modules and runs code of users, which must not hold up the engine's thread.
-    Its cause is ``remote_traceback``, if it was raised in a worker; otherwise ``cause``.
+    With one instance, its traceback would keep the frames of all callers alive. What the model
+    raised stays pickled until a caller asks for it: unpickling runs code of users, which must not
+    hold up the engine's thread. Its cause is ``remote_traceback``, of a worker, or ``cause``.
     """
 
     __slots__ = ("_cause", "_error", "_pickled", "blames_input", "remote_traceback", "text")
@@ -236,13 +235,9 @@ def encode(message: FromWorker) -> tuple[Any, ...]:
 
 
 def decode(message: tuple[Any, ...]) -> FromWorker:
-    """The message that was encoded so.
+    """The message that was encoded so. Raises Breach: it is of another version, or anything.
 
-    Only its version is checked: unpickling it has run whatever code it names, so checks of its
-    contents could not protect this process from a worker.
-
-    Raises:
-        Breach: it is of another version. Whatever else is raised, it is no message at all.
+    Its contents are not checked: unpickling it has run whatever code it names.
     """
     version, kind, *fields = message
     if version != VERSION:
@@ -384,8 +379,7 @@ PROGRESS_BYTES = 1 << 16
 class Progress:
     """Numbers that a worker shares with its parent: which batches it is at, and which it may drop.
 
-    Each is written by one store, so none is torn. Two processes need memory of both. Raises
-    OSError: it cannot be mapped.
+    Each is written by one store, so none is torn. Raises OSError: the memory cannot be mapped.
     """
 
     def __init__(self, memory: Memory | None = None) -> None:
