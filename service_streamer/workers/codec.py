@@ -440,7 +440,7 @@ class ByValue:
         if not self._importable[name]:
             return False
         # A profiler or debugger runs a program as its own main module.
-        return name != "__main__" or "<" in thing.__qualname__ or _is_there(thing)
+        return name != "__main__" or "<" in thing.__qualname__ or is_there(thing)
 
 
 class _Pickler(pickle.Pickler):
@@ -459,7 +459,8 @@ def _has_cloudpickle() -> bool:
         return False
 
 
-def _is_there(thing: Any) -> bool:
+def is_there(thing: Any) -> bool:
+    """Whether a class or function is found by its name in this process."""
     found: Any = sys.modules.get(thing.__module__)
     for name in thing.__qualname__.split("."):
         found = getattr(found, name, None)

@@ -16,6 +16,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import logging
 import mmap
 import os
@@ -40,8 +41,10 @@ _CLEAN = bytes(
     byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
 )
 
-#: One ctypes type per block size: making one is expensive.
-_region_types: dict[int, Any] = {}
+
+@functools.cache  # there are few block sizes, and making a type is expensive
+def _region_type(size: int) -> Any:
+    return ctypes.c_char * size
 
 
 class ReadLease(Lease):
@@ -177,10 +180,7 @@ class Window:
 
     def _region(self, lease: ReadLease) -> memoryview:
         """A lease's block. Views of it reference the ctypes object, which references the lease."""
-        kind: Any = _region_types.get(lease.size)
-        if kind is None:
-            kind = _region_types[lease.size] = ctypes.c_char * lease.size
-        region: Any = kind.from_buffer(self._map, lease.block)
+        region = _region_type(lease.size).from_buffer(self._map, lease.block)
         region.lease, region.source = lease, self._source
         return memoryview(region).cast("B")
 
