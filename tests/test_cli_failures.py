@@ -9,8 +9,7 @@ import pytest
 
 import service_streamer
 from command_line import error_of, launched
-from service_streamer import WorkerStartError
-from service_streamer.errors import RemoteTraceback
+from service_streamer import RemoteTraceback, WorkerStartError
 
 OURS = Path(service_streamer.__file__).parent
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..options.kinds import options_of
 from ..options.table import CallerOptions, HostPoolOptions, SharingOptions, StreamerOptions
-from ..workers.codec import ByValue
+from ..workers.codec import ByValue, is_there
 from ..workers.model_spec import describe
 
 #: By name, in words that are equal only if the values are.
@@ -186,12 +186,8 @@ class _StablePickler(pickle.Pickler):
 
     def _is_found(self, value: Any) -> bool:
         """Whether this class or function is what every process finds by its name."""
-        if not self._by_value.is_known(value):
-            return False
-        found: Any = sys.modules.get(value.__module__)
-        for name in value.__qualname__.split("."):  # not ``<locals>``, nor what a namedtuple makes
-            found = getattr(found, name, None)
-        return found is value
+        # Not in ``<locals>``, nor what a namedtuple makes.
+        return self._by_value.is_known(value) and is_there(value)
 
     def reducer_override(self, value: Any) -> Any:
         """What cannot be pickled, such as an open file, is known by its class only."""

@@ -14,10 +14,9 @@ from typing import Any
 
 from ..errors import PoolMismatch, StreamerError
 from ..workers.arena import Memory
-from ..workers.memory_link import MemoryLink
 from ..workers.protocol import FrameReader
 from .directory import PoolPaths, elect, listen, make_private
-from .pool_memory import results_of_workers
+from .pool_memory import ReadingLink, results_of_workers
 from .pool_process import start_pool
 from .pool_protocol import (
     FAILED,
@@ -229,7 +228,7 @@ class PoolLink:
         self._is_closed = self._has_begun = self.has_failed = False
         self.pid: int | None = None
         #: Where large results for this client are; None if these come with the messages.
-        self.results: MemoryLink | None = None
+        self.results: ReadingLink | None = None
         connector.selector.register(connection, selectors.EVENT_READ, self)
 
     def put(

@@ -257,7 +257,7 @@ class PoolServer:
                         self._read(session, frames)
                 elif isinstance(key.data, ClientMemory):
                     self._selector.unregister(key.data)
-                    key.data.free()
+                    key.data.close()
                 elif key.fileobj is self._listener:
                     self._accept(self._listener)
                 else:

@@ -297,7 +297,7 @@ class Session:
         # the message from here on.
         memory, self.memory = self.memory, None
         if memory is not None:
-            memory.close()
+            memory.leave()
         for number, call in [*self.calls.items()]:
             if self.calls.pop(number, None) is not None:  # else it was answered just now
                 self._engine.withdraw(call)

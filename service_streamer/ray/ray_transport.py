@@ -119,7 +119,7 @@ class RayTransport(WorkerTransport[KnownActor]):
     def _send_batch(
         self, worker: KnownActor, batch_id: int, payloads: list[Any], calls: int | list[int]
     ) -> None:
-        worker.expect_answer(batch_id, payloads, calls)
+        worker.unanswered[batch_id] = 1 if calls is True else len(payloads)
         message = (batch_id, payloads, None, calls)
         if worker.has_steps:
             self._take(worker, message)

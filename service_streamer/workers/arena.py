@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..reporting import quiet_log
 from .codec import Parts
@@ -60,10 +60,12 @@ _PARTS_OF_MEMORY = 8
 #: Alignment of parts in bytes, like that of other memory for models.
 _ALIGNMENT = 64
 
-#: The pickle's stream, if it is in the message; the block's start and size; the start of the parts,
-#: the first of which is the stream unless it is in the message; their lengths; the number of the
-#: memory, which is 0 unless a third process writes to it: see ``memory_link``.
-Wire: TypeAlias = tuple[bytes | None, int, int, int, tuple[int, ...], int]
+#: A block: the number of its memory, which is 0 unless a third process writes to it, and its start.
+Block: TypeAlias = tuple[int, int]
+
+#: A payload in a message: the two of its block, the block's size, the start of the parts and their
+#: lengths, and the pickle's stream, or None if that is the first part.
+Wire: TypeAlias = tuple[int, int, int, int, tuple[int, ...], bytes | None]
 
 _numbers = itertools.count(1)
 
@@ -125,14 +127,11 @@ class Lease:
         self._ended.append(self)
 
 
-class Placed:
+class Placed(NamedTuple):
     """A large payload in shared memory, as its writer has it; a reader has a ``Received``."""
 
-    __slots__ = ("lease", "wire")
-
-    def __init__(self, wire: Wire, lease: Any) -> None:
-        self.wire = wire
-        self.lease = lease
+    wire: Wire
+    lease: Any
 
 
 def positions(lengths: Sequence[int]) -> list[int]:
@@ -185,10 +184,6 @@ class Arena:
         self._lock = threading.RLock()  # reentrant: a user's finalizer may call us
         self._is_busy = False
 
-    def expect_rows(self, count: int) -> None:
-        """The next batch has so many payloads, which should lie side by side."""
-        self.rows = max(count, self.rows - 1)  # one large batch is soon forgotten
-
     def reclaim(self) -> int:
         """Free the blocks that have ended; returns the number of allocated bytes."""
         with self._lock:
@@ -231,7 +226,7 @@ class Arena:
             del starts[0]
         for position, buffer in zip(starts, buffers, strict=True):
             self._copy(start + position, buffer)
-        return Placed((stream, lease.block, lease.size, start, (*lengths,), 0), lease)
+        return Placed((0, lease.block, lease.size, start, (*lengths,), stream), lease)
 
     def _copy(self, start: int, source: memoryview) -> None:
         for done in range(0, source.nbytes, _COPIED_AT_ONCE):

@@ -26,7 +26,6 @@ import pickle
 import sys
 import threading
 import types
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
@@ -49,9 +48,10 @@ _SHORT_STREAM = 4096
 
 #: Longer texts may be large: a character has up to four bytes.
 _SHORT_TEXT = LARGE // 4
+_TEXTS = frozenset({str, bytes})
 
 #: Types without buffers and parts.
-_ATOMS = frozenset({str, int, float, bool, type(None)})
+_ATOMS = frozenset({int, float, bool, type(None)})
 
 #: A pickled model beyond this is worth a warning: it is copied to every worker, and the web process
 #: holds it as well.
@@ -128,7 +128,7 @@ class Codec:
     def encode(self, value: Any) -> Any:
         """Returns the payload. Raises whatever pickling raises."""
         kind = type(value)
-        if kind in _ATOMS and (kind is not str or len(value) < _SHORT_TEXT):  # as most are
+        if kind in _ATOMS or (kind in _TEXTS and len(value) < _SHORT_TEXT):  # as most are
             return pickle.dumps(value, PROTOCOL)
         store = self._store
         if store is not None:
@@ -241,7 +241,6 @@ class _Pickling:
         self._buffers: list[memoryview] = []
         self._large: float = LARGE
         self._pickler = make(self, PROTOCOL, buffer_callback=self._stays)
-        self._pickler.dispatch_table = _reducers
 
     def write(self, chunk: Any) -> None:
         """As the pickler's file. Large objects arrive without a copy.
@@ -253,6 +252,7 @@ class _Pickling:
     def dump(self, value: Any, large: float) -> bytes | Parts:
         self._large = large
         self.is_reusable = False
+        self._pickler.dispatch_table = _reducers
         try:
             self._pickler.dump(value)
             last: bytes = self._chunks.pop()
@@ -310,26 +310,23 @@ def _memoryview(data: Any, kind: Any, shape: tuple[int, ...] | None) -> memoryvi
 _FORMATS = frozenset("cbB?hHiIlLqQnNfdP")
 
 #: Reducers of this module, of the packages, and of ``copyreg``.
-_reducers: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
+_reducers: dict[type, Callable[[Any], Any]] = {}
 #: How many reducers and modules there were when ``_reducers`` was made.
 _known_to = (0, 0)
 
 
 def _learn_reducers() -> None:
     """Renew the reducers after a registration or an import, perhaps in progress in a thread."""
-    global _known_to
+    global _known_to, _reducers
     known_to = len(copyreg.dispatch_table), len(sys.modules)
     found: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
     for package, kind, reduce in _REDUCERS:
         if package in sys.modules:
             try:
                 found[getattr(sys.modules[package], kind)] = reduce
-            except AttributeError:  # half loaded
-                return
-    found |= copyreg.dispatch_table  # the user's take precedence
-    _reducers.update(found)
-    for gone in _reducers.keys() - found.keys():
-        _reducers.pop(gone, None)
+            except AttributeError:  # half loaded: asked again for the next value
+                known_to = 0, 0
+    _reducers = found | copyreg.dispatch_table  # the user's take precedence
     _known_to = known_to
 
 
@@ -355,9 +352,8 @@ def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 def _reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor to its data, dtype and shape.
 
-    torch's own pickling sends the whole storage, even for one row. Here a tensor of any size
-    arrives on the CPU, contiguous, without graph and attributes. torch pickles sparse, quantized
-    and nested tensors, moved to the CPU, and subclasses: of a ``Parameter`` its data come here.
+    torch's own pickling sends the whole storage, even for one row. It still pickles sparse,
+    quantized and nested tensors, and subclasses: of a ``Parameter`` its data come here.
     """
     import torch
 
@@ -394,7 +390,7 @@ _REDUCERS = (("numpy", "ndarray", _reduce_array), ("torch", "Tensor", _reduce_te
 #: Guards cloudpickle's global registry.
 _by_value_lock = threading.RLock()
 
-#: In a worker: what it received, by id.
+#: In a worker: what it received, by its code.
 _received: dict[bytes, Any] = {}
 
 
@@ -410,16 +406,13 @@ class ByValue:
 
     def __init__(self) -> None:
         self._importable: dict[str, bool] = {}
-        # The id and the code of what was sent; both stay the same.
-        self._sent: weakref.WeakKeyDictionary[Any, tuple[bytes, bytes]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._is_used = False
+        #: The code of what was sent.
+        self._sent: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
 
     @property
     def is_needed(self) -> bool:
         """Whether items may be of classes that workers cannot import, by what the model was."""
-        return self._is_used or not has_main()
+        return bool(self._sent) or not has_main()
 
     def pickler(self, *arguments: Any, **options: Any) -> pickle.Pickler:
         """A pickler of this kind. Its ``dump`` raises NotImportable, too."""
@@ -427,14 +420,12 @@ class ByValue:
         pickler.owner = self
         return pickler
 
-    def parts(self, thing: Any) -> tuple[bytes, bytes]:
-        """An id for a class or function, and its code."""
-        self._is_used = True
+    def code(self, thing: Any) -> bytes:
+        """The code of a class or function: made once, or a worker would make two classes."""
         with _by_value_lock:
-            parts = self._sent.get(thing)
-            if parts is None:  # once, or a worker would make two classes
-                parts = self._sent[thing] = uuid.uuid4().bytes, _dissect(thing, self.is_known)
-            return parts
+            if thing not in self._sent:
+                self._sent[thing] = _dissect(thing, self.is_known)
+            return self._sent[thing]
 
     def is_known(self, thing: Any) -> bool:
         """Whether a worker finds this class or function by its name."""
@@ -449,7 +440,7 @@ class ByValue:
         if not self._importable[name]:
             return False
         # A profiler or debugger runs a program as its own main module.
-        return name != "__main__" or "<" in thing.__qualname__ or _is_there(thing)
+        return name != "__main__" or "<" in thing.__qualname__ or is_there(thing)
 
 
 class _Pickler(pickle.Pickler):
@@ -457,7 +448,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (type, types.FunctionType)) and not self.owner.is_known(value):
-            return _receive, self.owner.parts(value)
+            return _receive, (self.owner.code(value),)
         return NotImplemented
 
 
@@ -468,7 +459,8 @@ def _has_cloudpickle() -> bool:
         return False
 
 
-def _is_there(thing: Any) -> bool:
+def is_there(thing: Any) -> bool:
+    """Whether a class or function is found by its name in this process."""
     found: Any = sys.modules.get(thing.__module__)
     for name in thing.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -509,12 +501,12 @@ def _dissect(thing: Any, known: Callable[[Any], bool]) -> bytes:
     return file.getvalue()
 
 
-def _receive(name: bytes, parts: bytes) -> Any:
+def _receive(code: bytes) -> Any:
     """In a worker: make what was sent, once."""
-    if name not in _received:
-        thing, classes = pickle.loads(parts)
+    if code not in _received:
+        thing, classes = pickle.loads(code)
         for (module, qualname), each in classes.items():
             if "." not in qualname:  # nested ones are found through their parents
                 setattr(sys.modules.setdefault(module, types.ModuleType(module)), qualname, each)
-        _received[name] = thing
-    return _received[name]
+        _received[code] = thing
+    return _received[code]

@@ -7,18 +7,7 @@ A reader may write to what it gets. If another reader may need the same data lat
 computed again after a crash), the mapping is private: a write copies the page, and the copy is
 dropped with the last view.
 
-A worker of a pool also reads memory of third processes, which came after the worker had started:
-
-     MemorySender                                        MemoryLink
-     ------------                                        ----------
-     send(memory) ── its number and descriptor ────────▶ take_in(): mapped
-     message with a wire of that number ───────────────▶ payloads: views of the pages, no copy
-     ◀── message: blocks without views, with the number  pop_ended()
-     forget(number) ───────────────────────────────────▶ unmapped
-
-Descriptors go through a socket of their own, so they need no ``/proc``, which may be hidden or
-missing, and the other messages need no ``recvmsg``. A descriptor is sent before the message that
-needs it. So it is there when that message is read.
+A worker of a pool also reads memory of third processes: see ``pool/pool_memory.py``.
 """
 
 from __future__ import annotations
@@ -26,30 +15,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import dataclasses
+import functools
 import logging
 import mmap
 import os
-import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from ..reporting import quiet_log, summary
-from .arena import PAGE, Arena, Lease, Memory, Placed, Wire, default_limit, positions
+from .arena import PAGE, Arena, Block, Lease, Memory, Placed, Wire, default_limit, positions
 from .codec import Parts
 
 _log = quiet_log(__name__)
-
-#: Most memories that a reader has at a time: each costs it a mapping and two descriptors. Far below
-#: the usual limit of 1024 descriptors; arbitrary.
-_MOST = 128
-
-_NUMBER_SIZE = 8
-
-#: A block by the number of its memory, which is 0 for that of a link, and its start.
-Block: TypeAlias = tuple[int, int]
 
 # -- the reader's side
 
@@ -60,15 +41,17 @@ _CLEAN = bytes(
     byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
 )
 
-#: One ctypes type per block size: making one is expensive.
-_region_types: dict[int, Any] = {}
+
+@functools.cache  # there are few block sizes, and making a type is expensive
+def _region_type(size: int) -> Any:
+    return ctypes.c_char * size
 
 
 class ReadLease(Lease):
     """Referenced by all views of a block; its end means that there are no more views.
 
-    A finalizer may come too early: the garbage collector calls all finalizers of a cycle before it
-    knows whether one revives a part of it. So ``pop_ended`` counts the references of what it kept.
+    The garbage collector calls all finalizers of a cycle before it knows whether one revives a part
+    of it. So ``pop_ended`` counts the references of what has ended.
     """
 
     __slots__ = ("__weakref__", "is_copied", "number", "start", "stop")
@@ -100,18 +83,17 @@ _FEWEST_REFERENCES = _fewest_references()
 
 
 class Window:
-    """Reads payloads from another process's arena.
+    """Reads payloads from another process's arena. Leases report their end to ``ended``.
 
-    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time. Leases
-    report their end to ``ended``. ``private`` hides readers' writes from later readers, and enables
-    ``view``.
+    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time.
+    ``private`` hides readers' writes from later readers, and enables ``view``.
     """
 
     def __init__(
-        self, memory: Memory, ended: Ended, more: MemorySocket | None = None, *, private: bool
+        self, memory: Memory, ended: Ended, source: object = None, *, private: bool
     ) -> None:
         self.memory = memory
-        self._more = more  # from where it came, which is open as long as anything is viewed
+        self._source = source  # where it came from: kept as long as anything is viewed
         self._ended = ended
         self._viewed: dict[int, weakref.ref[ReadLease]] = {}  # by block, if its views are private
         self._map: mmap.mmap | None = None
@@ -132,7 +114,7 @@ class Window:
 
         One lease per block and message; payloads of a batch in one block share it.
         """
-        _, block, size, _, _, number = wire
+        number, block, size, *_ = wire
         # A reader of an earlier batch's rows may have written to the page that its last row shares
         # with our first.
         is_copied = self._map is None or block in self._viewed
@@ -145,7 +127,7 @@ class Window:
         """A payload, as views that keep the lease alive."""
         if lease.is_copied:
             return self.copies(wire)
-        stream, block, _, start, lengths, *_ = wire
+        _, block, _, start, lengths, stream = wire
         *starts, end = positions(lengths)
         lease.start, lease.stop = min(lease.start, start), max(lease.stop, start + end)
         region, start = self._region(lease), start - block
@@ -154,7 +136,7 @@ class Window:
 
     def copies(self, wire: Wire) -> Parts:
         """The same as it was sent, whatever readers have written to it since."""
-        stream, _, _, start, lengths, *_ = wire
+        _, _, _, start, lengths, stream = wire
         starts = positions(lengths)[:-1]
         copies = [self._copy(start + at, n) for at, n in zip(starts, lengths, strict=True)]
         return _parts(stream, copies)
@@ -198,11 +180,8 @@ class Window:
 
     def _region(self, lease: ReadLease) -> memoryview:
         """A lease's block. Views of it reference the ctypes object, which references the lease."""
-        kind: Any = _region_types.get(lease.size)
-        if kind is None:
-            kind = _region_types[lease.size] = ctypes.c_char * lease.size
-        region: Any = kind.from_buffer(self._map, lease.block)
-        region.lease, region.more = lease, self._more
+        region = _region_type(lease.size).from_buffer(self._map, lease.block)
+        region.lease, region.source = lease, self._source
         return memoryview(region).cast("B")
 
     def _copy(self, start: int, length: int) -> bytearray:
@@ -256,19 +235,23 @@ class Received:
 # -- both ends
 
 
-class Memories(NamedTuple):
+@dataclasses.dataclass
+class Memories:
     """The shared memory that a new worker is given."""
 
     requests: Memory  # what it reads
     responses: Memory  # what it writes to
-    more: MemorySocket | None = None  # where it gets memory of third processes, if there are any
+
+    def link(self) -> MemoryLink:
+        """The worker's end."""
+        return MemoryLink(results_arena(self.responses), self.requests, private=True)
 
 
-class _Unreadable:
-    """In place of a payload in memory that this process could not take in."""
-
-    def load(self) -> Any:
-        raise OSError("this process has too many files open to read shared memory")
+def results_arena(memory: Memory) -> Arena | None:
+    """In a worker; None if it cannot be mapped: then results go through the pipe."""
+    with contextlib.suppress(OSError):
+        return Arena(memory, "results")
+    return None
 
 
 class _Shared:
@@ -298,8 +281,7 @@ class MemoryLink:
 
     Args:
         arena: what the other side reads; None sends everything with the messages.
-        memory: what the other side writes to; None if all comes from ``more``.
-        more: from where memory of third processes comes, if there is any.
+        memory: what the other side writes to, if it does.
         private: see ``Window``.
     """
 
@@ -307,19 +289,16 @@ class MemoryLink:
         self,
         arena: Arena | None,
         memory: Memory | None,
-        more: MemorySocket | None = None,
         *,
         private: bool = False,
     ) -> None:
         self.arena = arena
         self.memory = memory
-        self.more = more
         self._private = private
         #: What the other side may be reading.
         self._lent: dict[Block, list[Any]] = {}
         self._windows: dict[int, Window] = {}  # by the number of the memory
         self._ended: Ended = collections.deque()
-        self._unread: list[Block] = []
         if memory is not None:
             self._windows[0] = Window(memory, self._ended, private=private)
         # A block that ends while another thread receives would be given back with pages that are
@@ -344,7 +323,7 @@ class MemoryLink:
         for position, payload in enumerate(payloads):
             if type(payload) is Placed:
                 payloads[position] = wire = payload.wire
-                leases[wire[5], wire[1]] = payload.lease
+                leases[wire[:2]] = payload.lease
         for block, lease in leases.items():
             self._lent.setdefault(block, []).append(lease)
 
@@ -366,23 +345,21 @@ class MemoryLink:
             for position, wire in enumerate(payloads):
                 if type(wire) is not tuple:
                     continue
-                block = wire[5], wire[1]
-                window = self._window(wire[5])
-                if window is None:
-                    self._unread.append(block)
-                    payloads[position] = _Unreadable()
-                    continue
-                lease = leases.get(block)
+                window = self._window(wire[0])
+                lease = leases.get(wire[:2])
                 if lease is None:
-                    lease = leases[block] = window.lease(wire)
+                    lease = leases[wire[:2]] = window.lease(wire)
                 payloads[position] = Received(window, wire, lease)
+
+    def _window(self, number: int) -> Window:
+        return self._windows[number]
 
     def pop_ended(self) -> list[Block]:
         """The blocks that are no longer in use, each as often as it was sent."""
-        if not (self._ended or self._unread):  # as for most messages
-            return []
+        blocks: list[Block] = []
+        if not self._ended:  # as for most messages
+            return blocks
         with self._lock:
-            blocks, self._unread = self._unread, []
             for _ in range(len(self._ended)):
                 try:
                     lease = self._ended.popleft()
@@ -401,55 +378,20 @@ class MemoryLink:
             views = (window.view(address, size) for window in self._windows.values())
             return next((view for view in views if view is not None), None)
 
-    def _window(self, number: int) -> Window | None:
-        if number not in self._windows:
-            self.take_in()
-        return self._windows.get(number)
-
-    # -- memory of third processes
-
     def fileno(self) -> int:
-        """Readable when ``take_in`` has something to do."""
-        return -1 if self.more is None else self.more.connection.fileno()
+        """Readable when ``take_in`` has something to do; -1 if it never has."""
+        return -1
 
     def take_in(self) -> bool:
-        """Take in what was passed on or is to be forgotten; whether more may come."""
-        with self._lock:
-            try:
-                while self.more is not None:
-                    data, descriptors, _, _ = socket.recv_fds(
-                        self.more.connection, _NUMBER_SIZE, 1, socket.MSG_CMSG_CLOEXEC
-                    )
-                    if not data:
-                        return False
-                    number = int.from_bytes(data, "little", signed=True)
-                    if number < 0:
-                        self._windows.pop(-number, None)
-                    elif descriptors:  # else this process may not have more
-                        memory = Memory(descriptors[0])
-                        self._windows[number] = Window(
-                            memory, self._ended, self.more, private=self._private
-                        )
-            except BlockingIOError:
-                return True
-            except OSError:  # the other end is gone
-                pass
-            return False
+        """Take in memory of third processes; whether more may come."""
+        return False
 
     def close(self) -> None:
         """The other side is gone. What was received can still be read."""
         with self._lock:
             if self.memory is not None:
                 self.memory.is_left = True
-            self.more = None  # the other end sees it close when nothing is viewed any more
             self._windows.clear()
-
-    def abandon(self) -> None:
-        """Close this process's copies, in a forked child: another thread may hold the lock."""
-        if self.more is not None:
-            with contextlib.suppress(OSError):  # without gevent's hub, which is the parent's
-                os.close(self.more.connection.detach())
-        self._windows = {}
 
 
 class SharedMemory:
@@ -489,93 +431,3 @@ class SharedMemory:
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""
         self.arena = None
-
-
-def link_in_worker(memories: Memories | None) -> MemoryLink | None:
-    """The worker's end."""
-    if memories is None:
-        return None
-    arena = None
-    with contextlib.suppress(OSError):  # results go through the pipe, then
-        arena = Arena(memories.responses, "results")
-    return MemoryLink(arena, memories.requests, memories.more, private=True)
-
-
-# -- memory of third processes
-
-
-def _pack(number: int) -> bytes:
-    return number.to_bytes(_NUMBER_SIZE, "little", signed=True)
-
-
-class MemorySocket:
-    """The receiving end; closed when it is collected. It can be passed to a new process."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-
-    def __reduce__(self) -> Any:
-        return MemorySocket, (self.connection,)
-
-    def __del__(self) -> None:
-        self.connection.close()
-
-
-def memory_sockets() -> tuple[MemorySender, MemorySocket]:
-    """Both ends. Raises OSError: there are no descriptors left."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return MemorySender(ours), MemorySocket(theirs)
-
-
-class MemorySender:
-    """Passes memory on to one reader. Not thread-safe. Never blocks.
-
-    ``fileno`` is readable when the reader is gone, with all that it has viewed.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._connection = connection
-        self._passed: dict[int, Memory] = {}
-        self._forgotten: collections.deque[int] = collections.deque()  # the reader is not told yet
-
-    def __del__(self) -> None:
-        self._connection.close()
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def send(self, memory: Memory) -> bool:
-        """Pass memory on if that was not done; whether the reader has it."""
-        if memory.number in self._passed:
-            return True
-        self._say_forgotten()
-        if self._forgotten or len(self._passed) >= _MOST:
-            return False
-        with contextlib.suppress(OSError):  # the reader takes nothing more, or is gone
-            socket.send_fds(self._connection, [_pack(memory.number)], [memory.descriptor])
-            self._passed[memory.number] = memory
-            return True
-        return False
-
-    def memories(self) -> list[Memory]:
-        """What the reader has."""
-        return [*self._passed.values()]
-
-    def forget(self, number: int) -> None:
-        """The reader reads nothing of this memory, and will not: let it unmap that."""
-        if self._passed.pop(number, None) is not None:
-            self._forgotten.append(number)
-            self._say_forgotten()
-
-    def _say_forgotten(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._forgotten:
-                self._connection.send(_pack(-self._forgotten[0]))
-                self._forgotten.popleft()
-
-    def close(self) -> None:
-        """The reader is gone."""
-        self._passed.clear()
-        self._connection.close()

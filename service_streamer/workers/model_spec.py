@@ -65,7 +65,10 @@ class LoadedModel:
         self.name = describe(self.postprocess or self.forward)  # what returns results
         self.may_rerun = spec.may_rerun  # items, after an error for lack of memory
         self.ceiling = Ceiling()  # how much it is given at once
-        self.measure = spec.measure_of(managed)  # what items cost; None where each counts one
+        self.measure = spec.measure  # what items cost; None where each counts one
+        is_known = managed is not None and find_length(type(managed)) is not None
+        if self.measure is None and spec.has_lengths and is_known:
+            self.measure = Measure(getattr(managed, "length", None))
         #: Whether items are given to it as the rows of an array. Asked of the class: an attribute
         #: of the object, or what is not True, is the user's own.
         self.stack = getattr(type(managed), "stack", None) is True
@@ -190,13 +193,6 @@ class ModelSpec:
             )
         return LoadedModel(self, model)
 
-    def measure_of(self, managed: ManagedModel | None) -> Measure | None:
-        """How a worker finds out what items cost; None where each counts one."""
-        if managed is None or self.measure is not None or not self.has_lengths:
-            return self.measure
-        is_known = find_length(type(managed)) is not None
-        return Measure(getattr(managed, "length", None)) if is_known else None
-
 
 def _description(model: ManagedModel) -> dict[str, Any] | None:
     """What the model says of itself, as plain data; None if it says nothing, or nothing usable."""
@@ -294,9 +290,8 @@ class Stack(NamedTuple):
 def stacks(items: Sequence[Any], view: View | None) -> list[Stack]:
     """The items as arrays, one per shape and dtype.
 
-    Those that are adjacent in one block of ``view`` are not copied. They may lie in another order
-    than in the batch, as concurrent callers allocate and queue at their own speed. Then the array
-    has the order of the memory, and the results are sorted back.
+    Those that are adjacent in one block of ``view`` are not copied. The array has the order of the
+    memory, which may be another one than in the batch; the results are sorted back.
 
     Raises TypeError: an item is neither a numpy array nor a torch tensor.
     """

@@ -30,7 +30,6 @@ import os
 import pickle
 import selectors
 import sys
-import threading
 import time
 import weakref
 from multiprocessing import forkserver, resource_tracker
@@ -122,6 +121,8 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         self._selector.register(ends[0], _READ)
         #: By which other threads wake the loop; None when it is closed.
         self._wakeup: tuple[Connection, Connection] | None = ends
+        #: Workers whose pipes have not taken everything; the loop watches these for room.
+        self._full: set[_WorkerProcess] = set()
         #: What ``wait`` has found and not returned: an exception may come in between.
         self._events: list[WorkerEvent] = []
         _transports.add(self)
@@ -153,12 +154,13 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
     ) -> None:
         try:
             worker.last_sent = batch_id
-            worker.expect_answer(batch_id, payloads, calls)  # before it can answer
+            # Before it can answer.
+            worker.unanswered[batch_id] = 1 if calls is True else len(payloads)
             link, arena = worker.link, self.memory.arena
             released = None
             if link is not None and arena is not None:
-                if worker.wants_rows:
-                    arena.expect_rows(len(payloads))
+                if worker.wants_rows:  # one large batch is soon forgotten
+                    arena.rows = max(len(payloads), arena.rows - 1)
                 released = link.lend(payloads) or None
             message = batch_id, payloads, released, calls
             self._write(worker, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
@@ -170,22 +172,24 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         self._write(worker, pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
 
     def _write(self, worker: _WorkerProcess, frame: bytes) -> None:
-        """Write a frame. If this raises, as by KeyboardInterrupt, the worker is killed.
-
-        It could wait for the rest of the frame for ever.
-        """
+        """Write a frame. If this raises, the worker is killed: it could wait for the rest."""
         try:
-            if not worker.write(frame):
-                self.wakeup()  # the loop watches for room in the pipe
+            if not worker.writer.write(frame):
+                self._full.add(worker)
+                self.wakeup()
         except BaseException:
             worker.kill()
             raise
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         for worker in self._workers.values():
-            timeout = worker.kill_if_overdue(timeout)
-            if bool(worker.writer.unwritten) is not worker.is_watched_for_room:
-                self._watch_for_room(worker)
+            if worker.kill_at is not None:
+                timeout = worker.kill_if_overdue(timeout)
+        while self._full:
+            worker = self._full.pop()
+            if not (worker.is_gone or worker.requests in self._selector.get_map()):
+                flush = worker, self._flush
+                self._selector.register(worker.requests, selectors.EVENT_WRITE, flush)
         for key, _ in self._selector.select(0 if self._events else timeout):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -206,7 +210,7 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
 
     def stop(self, slot: int) -> None:
         if slot in self._workers:
-            self._workers[slot].end_gently(_STOP_GRACE)
+            self._end_gently(self._workers[slot], _STOP_GRACE)
 
     def kill(self, slot: int, why: str) -> None:
         if slot in self._workers:
@@ -216,17 +220,14 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         if self._wakeup is None:
             return
         for worker in self._workers.values():
-            worker.end_gently(grace)
+            self._end_gently(worker, grace)
         while self._workers:
             self.wait(None)  # what still comes back has no caller any more
         self._release()
         _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
-        """Close this process's copies of the parent's ends.
-
-        Otherwise a worker would not see the end of its parent before that of this process too.
-        """
+        """Close its copies of the parent's ends, or workers would not see the end of the parent."""
         for worker in self._workers.values():
             worker.abandon_in_forked_child()
         self._workers.clear()
@@ -240,6 +241,12 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
             self.codec.close()
 
     # -- what happens to a worker
+
+    def _end_gently(self, worker: _WorkerProcess, grace: float) -> None:
+        """Ask a worker to end; it is killed if it has not within ``grace`` seconds."""
+        if worker.killed_for is None:
+            worker.grace, worker.kill_at = grace, time.monotonic() + grace
+            self._write(worker, b"")  # the stop sentinel
 
     def _read(self, worker: _WorkerProcess) -> bool:
         """Take in what the worker has written; whether there may be more."""
@@ -258,7 +265,7 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         except Exception as error:
             return self._give_up(worker, error)
         if worker.final_report is not None:  # it ends by itself; an event says so when it has
-            worker.end_gently(_STOP_GRACE)
+            self._end_gently(worker, _STOP_GRACE)
         return True
 
     def _give_up(self, worker: _WorkerProcess, error: Exception) -> bool:
@@ -281,13 +288,9 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
 
-    def _watch_for_room(self, worker: _WorkerProcess) -> None:
-        """Have the pipe of a worker watched as long as it has not taken everything."""
-        worker.is_watched_for_room = not worker.is_watched_for_room
-        if worker.is_watched_for_room:
-            flush = worker, _WorkerProcess.flush
-            self._selector.register(worker.requests, selectors.EVENT_WRITE, flush)
-        else:
+    def _flush(self, worker: _WorkerProcess) -> None:
+        """The worker's pipe has room for what it has not taken."""
+        if worker.writer.flush():
             self._unwatch(worker.requests)
 
 
@@ -305,19 +308,18 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 class _WorkerProcess(KnownWorker):
-    """One process and the parent's ends of its pipes. ``write`` and ``kill`` are for any thread."""
+    """One process and the parent's ends of its pipes. ``writer`` and ``kill`` are for any thread.
+
+    No call interrupts the writing of another one: see ``Transport``. A finalizer's may.
+    """
 
     def __init__(self, slot: int, place: int, link: MemoryLink | None, noun: str) -> None:
         super().__init__(slot, place, link)
         self._noun = noun
-        self._kill_at: float | None = None  # unless it has ended, on the monotonic clock
-        self._grace = 0.0
+        self.kill_at: float | None = None  # unless it has ended, on the monotonic clock
+        self.grace = 0.0
         self._process: Any = None
-        self.is_gone = False  # it was collected, and its descriptors are closed
-        self.is_watched_for_room = False
         self.death = -1  # a descriptor that is readable when the process has ended
-        # Reentrant: a finalizer of a user's, which makes a call, may run while the loop flushes.
-        self._write_lock = threading.RLock()
         for_requests, requests = Pipe(duplex=False)
         responses, for_responses = Pipe(duplex=False)
         self._stacks, for_stacks = Pipe(duplex=False)
@@ -402,50 +404,35 @@ class _WorkerProcess(KnownWorker):
             _forget(self._process)
         self._release()
 
-    def write(self, frame: bytes) -> bool:
-        """Write or keep the frame; False if some is kept and the loop should flush it.
-
-        No call interrupts another one: see ``Transport``. A finalizer's may interrupt ``flush``.
-        """
-        with self._write_lock:
-            return self.is_gone or self.writer.write(frame)
-
-    def flush(self) -> None:
-        """Write what is kept, as far as the pipe has room."""
-        with self._write_lock:
-            self.writer.flush()
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was collected, and its descriptors are closed."""
+        return self.writer.is_closed
 
     def kill(self) -> None:
         """End it by force, at once."""
         if not self.is_gone:
             self._process.kill()
 
-    def end_gently(self, grace: float) -> None:
-        """Ask it to end; it is killed if it has not within ``grace`` seconds."""
-        if self.killed_for is None:
-            self._grace, self._kill_at = grace, time.monotonic() + grace
-            self.write(b"")  # the stop sentinel
-
     def end_by_force(self, why: str) -> None:
         """Have it write down its stacks; then it is killed."""
         if self.killed_for is None:
-            self.killed_for, self._kill_at = why, time.monotonic() + _STACKS_GRACE
+            self.killed_for, self.kill_at = why, time.monotonic() + _STACKS_GRACE
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, STACKS_SIGNAL)
 
     def kill_if_overdue(self, timeout: float | None) -> float | None:
         """Kill it if its time has come; else how long to wait for that, ``timeout`` at most."""
-        if self._kill_at is None:
-            return timeout
-        left = self._kill_at - time.monotonic()
+        assert self.kill_at is not None
+        left = self.kill_at - time.monotonic()
         if left > 0:
             return left if timeout is None else min(timeout, left)
-        self._kill_at = None
+        self.kill_at = None
         self.kill()  # SIGTERM it leaves to us: see ``ignore_group_signals``
         if self.killed_for is None:
             name = str(self)  # or whoever keeps the record would keep all of us
             text = "%s did not end within %.1f s: it is killed"
-            _log(logging.WARNING, text, name, self._grace)
+            _log(logging.WARNING, text, name, self.grace)
         return timeout
 
     def collect(self, device: Device | None) -> WorkerDied:
@@ -468,15 +455,14 @@ class _WorkerProcess(KnownWorker):
 
     def abandon_in_forked_child(self) -> None:
         """Let go of a process that is not this one's child."""
-        self._write_lock = threading.RLock()  # another thread may have held it at the fork
+        self.writer = FrameWriter(self.requests)  # another thread may have held its lock
         self.link = None  # nor is it to be closed, whose lock may be held
         self._release()
         # multiprocessing does not notice a plain fork, and would fail to join it at the exit.
         _forget(self._process)
 
     def _release(self) -> None:
-        with self._write_lock:
-            self.is_gone = True
+        self.writer.close()
         if self.death >= 0:
             os.close(self.death)
         if self.link is not None:

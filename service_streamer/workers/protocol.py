@@ -31,6 +31,7 @@ import dataclasses
 import operator
 import os
 import pickle
+import threading
 import traceback
 from collections import deque
 from typing import Any, NamedTuple, cast
@@ -76,10 +77,9 @@ _READ_SIZE = 65_536
 class Failure:
     """An error on its way to callers: each of them gets an exception of its own.
 
-    Sharing one instance would let the traceback grow with every caller that raises it and keep the
-    frames of all of them alive. What the model raised stays pickled until a caller asks for it:
-    unpickling imports modules and runs code of users, which must not hold up the engine's thread.
-    Its cause is ``remote_traceback``, if it was raised in a worker; otherwise ``cause``.
+    With one instance, its traceback would keep the frames of all callers alive. What the model
+    raised stays pickled until a caller asks for it: unpickling runs code of users, which must not
+    hold up the engine's thread. Its cause is ``remote_traceback``, of a worker, or ``cause``.
     """
 
     __slots__ = ("_cause", "_error", "_pickled", "blames_input", "remote_traceback", "text")
@@ -239,13 +239,9 @@ def encode(message: FromWorker) -> tuple[Any, ...]:
 
 
 def decode(message: tuple[Any, ...]) -> FromWorker:
-    """The message that was encoded so.
+    """The message that was encoded so. Raises Breach: it is of another version, or anything.
 
-    Only its version is checked: unpickling it has run whatever code it names, so checks of its
-    contents could not protect this process from a worker.
-
-    Raises:
-        Breach: it is of another version. Whatever else is raised, it is no message at all.
+    Its contents are not checked: unpickling it has run whatever code it names.
     """
     version, kind, *fields = message
     if version != VERSION:
@@ -319,7 +315,7 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes frames in order and keeps what the pipe does not take yet; one thread at a time.
+    """Writes frames in order and keeps what the pipe does not take yet. Any thread.
 
     If the other end is closed, what is written is dropped: who watches that end will say so. A
     finalizer that calls ``write`` may interrupt any line here. It only appends then.
@@ -327,34 +323,45 @@ class FrameWriter:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.unwritten: deque[memoryview] = deque()  # for ``flush``
+        self.is_closed = False
+        self._unwritten: deque[memoryview] = deque()
+        # Reentrant: a finalizer of a user's, which makes a call, may run in the midst of a flush.
+        self._lock = threading.RLock()
 
     def write(self, frame: bytes) -> bool:
         """Append a frame and write what the pipe takes; whether nothing is left to ``flush``."""
-        is_idle = not self.unwritten
-        header = len(frame).to_bytes(_HEADER_SIZE, "little")
-        if len(frame) < _READ_SIZE:
-            self.unwritten.append(memoryview(header + frame))
-        else:  # not copied
-            self.unwritten.extend((memoryview(header), memoryview(frame)))
-        return is_idle and self.flush()
+        with self._lock:
+            is_idle = not self._unwritten
+            header = len(frame).to_bytes(_HEADER_SIZE, "little")
+            if len(frame) < _READ_SIZE:
+                self._unwritten.append(memoryview(header + frame))
+            else:  # not copied
+                self._unwritten.extend((memoryview(header), memoryview(frame)))
+            return is_idle and self.flush()
 
     def flush(self) -> bool:
         """Write what the pipe takes now; whether nothing is left."""
-        unwritten = self.unwritten
-        while unwritten:
-            try:
-                count = os.write(self.descriptor, unwritten[0])
-            except BlockingIOError:
-                return False
-            except BrokenPipeError:
-                unwritten.clear()
-                break
-            if count == len(unwritten[0]):
-                unwritten.popleft()
-            else:
-                unwritten[0] = unwritten[0][count:]
-        return True
+        with self._lock:
+            unwritten = self._unwritten
+            while unwritten:
+                try:
+                    count = 0 if self.is_closed else os.write(self.descriptor, unwritten[0])
+                except BlockingIOError:
+                    return False
+                except BrokenPipeError:
+                    count = 0
+                if not count:
+                    unwritten.clear()
+                elif count == len(unwritten[0]):
+                    unwritten.popleft()
+                else:
+                    unwritten[0] = unwritten[0][count:]
+            return True
+
+    def close(self) -> None:
+        """Write nothing more: the descriptor is about to be another file's."""
+        with self._lock:
+            self.is_closed = True
 
 
 # -- progress
@@ -376,8 +383,7 @@ PROGRESS_BYTES = 1 << 16
 class Progress:
     """Numbers that a worker shares with its parent: which batches it is at, and which it may drop.
 
-    Each is written by one store, so none is torn. Two processes need memory of both. Raises
-    OSError: it cannot be mapped.
+    Each is written by one store, so none is torn. Raises OSError: the memory cannot be mapped.
     """
 
     def __init__(self, memory: Memory | None = None) -> None:

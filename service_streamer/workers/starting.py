@@ -116,9 +116,8 @@ def find_interpreter() -> str | None:
 def _leave_removed_folder(undo: contextlib.ExitStack) -> None:
     """Have new processes run in ``/`` if the folder of this one was removed, as of an old release.
 
-    multiprocessing asks for the folder. Only its answer is changed: to change the folder itself
-    would move all threads of the program, and ``../x`` still works in a removed folder. And Python
-    3.13 cannot look for modules there (-P).
+    Only what multiprocessing is told is changed: to change the folder itself would move all threads
+    of the program. And Python 3.13 cannot look for modules there (-P).
     """
     try:
         os.getcwd()
@@ -227,10 +226,9 @@ _WAIT_VARIABLES = (*_WAITS, "OMP_WAIT_POLICY")
 
 
 class Placement:
-    """Where the workers of a streamer run.
+    """Where the workers of a streamer run: a restarted one, where its predecessor ran.
 
-    Determined once, so that a restarted worker runs where its predecessor ran. Immutable, for any
-    thread. Looks for GPUs if needed, which takes some milliseconds.
+    Immutable, for any thread. Looks for GPUs if needed, which takes some milliseconds.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -265,8 +263,7 @@ class Placement:
         """Set a worker's variables in ``os.environ`` within the block, which is ``startable``.
 
         With "auto" the cores are divided among the workers: four workers that each use all cores
-        are slower than one. Thread variables set by the user stay, and one for OpenMP counts for
-        the others too. Idle threads sleep soon, unless the user has set how they wait.
+        are slower than one. What the user has set stays; a limit for OpenMP counts for the others.
         """
         inherited = os.environ
         variables: dict[str, str | None] = dict(self.at(place).variables)

@@ -71,30 +71,23 @@ WorkerEvent = WorkerReady | WorkerWaits | BatchReport | StepReport | WorkerDied
 class Transport(ABC):
     """Starts workers, carries one message per batch to them, and reports results and losses.
 
-    The engine owns it and closes it. Any thread may call ``encode``, ``decode``, ``device``,
-    ``send``, ``tell`` and ``wakeup`` at any time, also after ``close`` and for a worker that is
-    gone: then nothing happens. For each worker, one thread at a time calls ``send`` and ``tell``,
-    the former in the order of the batches' ids; a finalizer that runs within one of them calls
-    neither. The rest is only for the thread that runs the engine's loop, or before that loop
-    starts.
+    The engine owns it. Any thread may call ``encode``, ``decode``, ``device``, ``send``, ``tell``
+    and ``wakeup``, also after ``close`` and for a worker that is gone: then nothing happens. For
+    each worker, one thread at a time calls ``send``, in the order of the batches' ids, and
+    ``tell``; no finalizer within them does. The rest is for the loop's thread, or before it starts.
     """
 
     #: Encodes items and decodes outputs; None if they travel as they are.
     codec: Codec | None = None
 
     def encode(self, items: Sequence[Any]) -> list[Any]:
-        """The items as they will travel. Runs in the caller's thread: they are its own risk.
-
-        Raises:
-            UnpicklableItem: an item cannot travel; says which and why.
-        """
+        """The items as they will travel, in the caller's thread. Raises UnpicklableItem."""
         return list(items) if self.codec is None else self.codec.encode_items(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
-        """The outputs of a call as the model returned them. Runs in the caller's thread, too.
+        """The outputs of a call as the model returned them, in the caller's thread.
 
-        Raises:
-            ModelError: one cannot be decoded.
+        Raises ModelError.
         """
         return outputs if self.codec is None else self.codec.decode_outputs(outputs)
 
@@ -121,11 +114,10 @@ class Transport(ABC):
         calls: int | list[int] = 0,
         is_stream: bool = False,
     ) -> None:
-        """Send a batch. Never blocks, whatever the worker is doing.
+        """Send a batch. Never blocks. A dying worker takes it along: ``WorkerDied`` will say so.
 
-        If the worker is dying, the batch goes down with it: ``WorkerDied`` will say so. A batch
-        that was sent before is not sent again: after an exception from a signal handler, the engine
-        does not know whether it was, and calls this again.
+        A batch that was sent before is not sent again: after an exception from a signal handler,
+        the engine does not know whether it was, and calls this again.
 
         Args:
             calls: how many items each call has that shares the batch, in order, if what one of them
@@ -145,10 +137,7 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
-        """Block until something happened, ``wakeup`` was called, or ``timeout`` seconds passed.
-
-        With None and nothing to do it blocks for good: it does not poll.
-        """
+        """Block until something happened, ``wakeup`` was called, or ``timeout`` seconds passed."""
 
     @abstractmethod
     def wakeup(self) -> None:
@@ -156,29 +145,20 @@ class Transport(ABC):
 
     @abstractmethod
     def stop(self, slot: int) -> None:
-        """Let the worker end, which holds no batch. ``WorkerDied`` will say when it has.
-
-        If it is gone already, nothing happens; so with ``kill``.
-        """
+        """Let the worker end, which holds no batch. ``WorkerDied`` will say when it has."""
 
     @abstractmethod
     def kill(self, slot: int, why: str) -> None:
-        """End the worker by force, since it hangs. ``WorkerDied`` will say so, and ``why``.
-
-        Its stacks, if they can be had, are the cause of that failure.
-        """
+        """End the worker by force, since it hangs. ``WorkerDied`` says ``why``, with its stacks."""
 
     def stack(self, slot: int) -> str:  # noqa: ARG002 - not every kind can tell
         """What the worker is doing now, where that can be found out; else empty."""
         return ""
 
     def when_exiting(self, then: Callable[[], None]) -> Callable[[], object]:
-        """Have it called when the interpreter ends, while the workers can still be ended.
+        """Have it called, perhaps twice, at the interpreter's end, before the workers must end.
 
-        It may be called more than once.
-
-        Returns:
-            What to call if it is not to be called any more.
+        Returns what cancels that.
         """
         # At exit multiprocessing joins its processes, and ours would wait for batches for ever. A
         # hook of atexit's would come too late in a child that multiprocessing started itself.
@@ -186,9 +166,9 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, grace: float) -> None:
-        """End every worker and release everything. Idempotent.
+        """Ask every worker to end; after ``grace`` seconds by force, if that is possible.
 
-        Each is asked to end; what has not after ``grace`` seconds is ended by force, if it can be.
+        Idempotent. Everything is released.
         """
 
 
@@ -282,21 +262,16 @@ class KnownWorker(Worker):
         self.place = place  # its number in messages; decides about its device
         self.link = link  # for what is too large for a message
         #: How many items each batch has that it was sent and has not answered, by the batch's id.
-        #: Any thread adds, the loop's removes.
+        #: Any thread adds, the loop's removes. A stream has one, followed by outputs that it had.
         self.unanswered: dict[int, int] = {}
         self.final_report: StartFailure | DeviceFailure | None = None  # then it ends by itself
         self.killed_for: str | None = None  # why it was ended by force, in words
         self.is_ready = self.wants_rows = False
 
-    def expect_answer(self, batch_id: int, payloads: list[Any], calls: int | list[int]) -> None:
-        """It gets a batch. After the item of a stream come outputs that it has had."""
-        self.unanswered[batch_id] = 1 if calls is True else len(payloads)
-
     def events(self, message: FromWorker) -> Sequence[WorkerEvent]:
         """What it has said, for the engine; nothing if it says why it is about to end.
 
-        Raises:
-            Breach: it does not answer what it was sent.
+        Raises Breach: it does not answer what it was sent.
         """
         if isinstance(message, BatchReport):
             self._take_answer(message)

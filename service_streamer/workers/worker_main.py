@@ -36,7 +36,7 @@ from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .arena import Memory
 from .codec import Codec
-from .memory_link import Memories, MemoryLink, link_in_worker
+from .memory_link import Memories, MemoryLink
 from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,
@@ -239,12 +239,11 @@ def _exit_with_parent(descriptor: int, link: MemoryLink | None) -> None:
     """
     poll = select.poll()
     poll.register(descriptor, 0)
-    more = link if link is not None and link.more is not None else None
-    if more is not None:
-        poll.register(more, select.POLLIN)
+    if link is not None and link.fileno() >= 0:
+        poll.register(link, select.POLLIN)
     while descriptor not in dict(poll.poll()):
-        if more is not None and not more.take_in():
-            poll.unregister(more)
+        if link is not None and not link.take_in():
+            poll.unregister(link)
     os._exit(0)
 
 
@@ -254,14 +253,13 @@ class _PipeChannel(CodedChannel):
     def __init__(
         self, requests: Connection, responses: Connection, memories: Memories | None
     ) -> None:
-        link = link_in_worker(memories)
+        link = None if memories is None else memories.link()
         super().__init__(Codec(None if link is None else link.arena), link)
         self._pid = os.getpid()
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
         self.writer = FrameWriter(responses.fileno())
-        self._write_lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(requests.fileno(), select.POLLIN)
 
@@ -294,8 +292,7 @@ class _PipeChannel(CodedChannel):
     def send_raw(self, message: tuple[Any, ...]) -> None:
         self.check_owner()
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._write_lock:  # another thread may answer a batch at this time
-            self.writer.write(pickled)  # the pipe blocks until it has all of it
+        self.writer.write(pickled)  # the pipe blocks until it has all of it
 
 
 def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:

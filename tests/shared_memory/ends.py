@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from service_streamer.workers.codec import Codec
-from service_streamer.workers.memory_link import SharedMemory, link_in_worker
+from service_streamer.workers.memory_link import SharedMemory
 
 
 class Later:
@@ -68,7 +68,7 @@ class Link:
         web = SharedMemory(2 * size)
         ends = [web.for_worker(1) for _ in range(readers)]
         here = [end[1] for end in ends if end is not None]
-        there = [link for end in ends if end is not None and (link := link_in_worker(end[0]))]
+        there = [end[0].link() for end in ends if end is not None]
         self.writers, self.readers = (here, there) if private else (there, here)
         self.arena: Any = self.writers[0].arena
         self.arena.rows = rows

@@ -16,17 +16,9 @@ import numpy as np
 import pytest
 from ends import MB, SIZE, Link, decode, filled, is_shared, read_only
 
+from service_streamer.pool.pool_memory import MemorySocket, PassingLink, ReadingLink
 from service_streamer.workers.codec import Codec
-from service_streamer.workers.memory_link import (
-    Memories,
-    MemoryLink,
-    MemorySender,
-    MemorySocket,
-    SharedMemory,
-    link_in_worker,
-    memory_sockets,
-    shareable,
-)
+from service_streamer.workers.memory_link import Memories, SharedMemory, shareable
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
@@ -85,8 +77,7 @@ def test_descriptors_are_closed_with_the_last_use() -> None:
         web = SharedMemory(4 * MB)
         ends = web.for_worker(2)
         assert ends is not None
-        there = link_in_worker(ends[0])
-        assert there is not None
+        there = ends[0].link()
         codec = Codec(web.arena)
         payload = codec.encode(filled(7))
         batch = [payload]
@@ -146,17 +137,16 @@ def test_payloads_go_through_pipes_where_there_is_no_room_to_map_memory(
     assert SharedMemory(4 * MB).for_worker(1) is None
     [record] = caplog.records
     assert "no shared memory" in record.getMessage()
-    link = link_in_worker(memories)
-    assert link is not None
+    link = memories.link()
     assert not is_shared(Codec(link.arena).encode(filled(1)))
 
 
 # -- memory that is passed on
 
 
-def passing(*, private: bool = False) -> tuple[MemorySender, MemoryLink]:
-    sender, receiver = memory_sockets()
-    return sender, MemoryLink(None, None, receiver, private=private)
+def passing(*, private: bool = False) -> tuple[PassingLink, ReadingLink]:
+    sender = PassingLink(None, None)
+    return sender, ReadingLink(None, None, sender.pop_receiver(), private=private)
 
 
 def mapped() -> int:
@@ -177,10 +167,10 @@ def test_a_payload_is_read_in_memory_that_came_later() -> None:
     links = [Link(MB) for _ in range(2)]
     payloads = [link.encode(filled(n)) for n, link in enumerate(links)]
     for link in links:
-        assert sender.send(link.arena.memory)
-        assert sender.send(link.arena.memory)  # nothing is sent again
+        assert sender.pass_on(link.arena.memory)
+        assert sender.pass_on(link.arena.memory)  # nothing is sent again
     numbers = [link.arena.memory.number for link in links]
-    wires = [(*each.wire[:5], number) for each, number in zip(payloads, numbers, strict=True)]
+    wires = [(number, *each.wire[1:]) for each, number in zip(payloads, numbers, strict=True)]
     batch: list[Any] = [*wires]
     reader.receive(batch)
     items = [decode(payload) for payload in batch]
@@ -202,12 +192,13 @@ def test_forgotten_memory_is_unmapped_and_closed() -> None:
     before = mapped(), descriptors()
     memories = [new_memory() for _ in range(3)]
     for memory in memories:
-        assert sender.send(memory)
+        assert sender.pass_on(memory)
     assert link.take_in()
     assert mapped() == before[0] + 3
     for memory in memories:
-        sender.forget(memory.number)
-        sender.forget(memory.number)  # once is enough
+        memory.is_left = True
+        sender.review()
+        sender.review()  # once is enough
     assert link.take_in()
     del memory, memories
     gc.collect()
@@ -218,13 +209,14 @@ def test_a_reader_that_takes_nothing_gets_no_more_and_blocks_nobody() -> None:
     sender, link = passing()
     memory = new_memory()
     rounds = 0
-    while sender.send(memory):  # until the socket is full
-        sender.forget(memory.number)
+    while sender.pass_on(memory):  # until the socket is full
+        memory.is_left = True
+        sender.review()
         rounds += 1
     assert rounds > 1
     assert link.take_in()
-    assert sender.send(memory)
-    payloads: list[Any] = [(b"N.", 0, 0, 0, (), memory.number)]
+    assert sender.pass_on(memory)
+    payloads: list[Any] = [(memory.number, 0, 0, 0, (), b"N.")]
     link.receive(payloads)
     assert payloads[0].load() is None
 
@@ -234,23 +226,25 @@ def test_a_reader_has_so_many_memories_at_most() -> None:
     memories = [new_memory() for _ in range(129)]
     sent = []
     for memory in memories:
-        sent.append(sender.send(memory))
+        sent.append(sender.pass_on(memory))
         assert link.take_in()
     assert sent == [True] * 128 + [False]
-    sender.forget(memories[0].number)
-    assert sender.send(memories[128])
-    assert {each.number for each in sender.memories()} == {each.number for each in memories[1:]}
+    memories[0].is_left = True
+    sender.review()
+    assert sender.pass_on(memories[128])
+    assert not sender.pass_on(new_memory())
 
 
 def test_a_block_that_could_not_be_read_is_reported() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = MemoryLink(None, None, MemorySocket(theirs))
+    link = ReadingLink(None, None, MemorySocket(theirs))
     # As the kernel delivers it to a process that may not open more files: without a descriptor.
     ours.send((7).to_bytes(8, "little", signed=True))
-    payloads: list[Any] = [(b"", 4096, 4096, 4096, (), 7)]
+    payloads: list[Any] = [(7, 4096, 4096, 4096, (), b"")]
     link.receive(payloads)
     with pytest.raises(OSError, match="too many files open"):
         payloads[0].load()
+    payloads.clear()
     assert link.pop_ended() == [(7, 4096)]
     assert link.pop_ended() == []
     ours.close()
@@ -260,5 +254,5 @@ def test_the_end_of_the_sender_is_seen() -> None:
     sender, link = passing()
     assert link.take_in()
     sender.close()
-    assert not sender.send(new_memory())
+    assert not sender.pass_on(new_memory())
     assert not link.take_in()
