@@ -78,14 +78,14 @@ class LoadedModel:
         #: How many arrays of a row per item it was seen to return in place of results; 0 for none.
         self.columns = 0
 
-    def lengths(self, items: Sequence[Any]) -> list[float] | None:
-        """What the items cost; None where each counts one."""
-        if self.measure is None:
-            return None
-        lengths = self.measure.lengths(items)
-        if lengths is None:  # what was learned in the other unit is of no use
+    def lengths(self, items: Sequence[Any]) -> Sequence[float]:
+        """What the items cost: 1 each where that is not known."""
+        lengths = None if self.measure is None else self.measure.lengths(items)
+        if lengths is not None:
+            return lengths
+        if self.measure is not None:  # what was learned in the other unit is of no use
             self.measure, self.ceiling = None, Ceiling()
-        return lengths
+        return [1] * len(items)
 
     @property
     def wants_rows(self) -> bool:

@@ -131,8 +131,8 @@ class StepBatch:
         room = min(
             len(self.deck),
             self._most_in_time(),
-            self.starts.room(self._places),
-            self.memory.room(self._places) - running,
+            self.starts.room([1] * self._places),
+            self.memory.room([1] * self._places) - running,
         )
         return [self.deck.popleft() for _ in range(self._most_in_cost(int(room)))]
 
@@ -174,7 +174,7 @@ class StepBatch:
         self.running += requests
         if seconds is not None:
             self._start_time.observe(len(requests), seconds)
-            self.starts.fitted(len(requests))
+            self.starts.fitted([1] * len(requests))
 
     def learn_step(self, seconds: float) -> None:
         """A step took so many seconds, without an error."""
@@ -209,10 +209,10 @@ class StepBatch:
     def ran_out(self, others: int) -> None:
         """There was no memory for an item beside so many others."""
         if others:
-            self.memory.ran_out(others + 1, keep=others)
+            self.memory.ran_out([1] * (others + 1), keep=others)
         else:  # it does not fit, whoever runs: so it may have been the reason for the bounds
-            self.memory.ran_out(1)
-            self.starts.ran_out(1)
+            self.memory.ran_out([1])
+            self.starts.ran_out([1])
 
     def end(self, request: StepRequest) -> None:
         """It is over, wherever it is."""

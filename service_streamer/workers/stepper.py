@@ -192,7 +192,7 @@ class _Stepper:
         over = [each for each in batch.running if each.is_over]
         self._finish(over, now)
         if over:  # as many have run until one was done
-            batch.memory.fitted(size)
+            batch.memory.fitted([1] * size)
 
     def _results_of(self, parts: _Parts) -> dict[StepRequest, Any]:
         """Call the model. Those without a result have failed, or start again."""
@@ -355,7 +355,7 @@ class _Start(_Parts):
         batch = self._stepper.batch
         others = len(batch.running) + len(self.results)
         if len(part) > 1:
-            batch.starts.ran_out(len(part))
+            batch.starts.ran_out([1] * len(part))
         else:
             batch.ran_out(others)
         if self._may_rerun and (others or len(part) > 1):
