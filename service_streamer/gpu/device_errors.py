@@ -172,9 +172,9 @@ class Guard:
     only be logged, once for each process.
     """
 
-    def __init__(self, *, may_end: bool = False) -> None:
+    def __init__(self) -> None:
         self.row = 0  # batches in a row that failed; the code that computes a batch sets it to 0
-        self.may_end = may_end
+        self.may_end = False
         self.probe: Callable[[], str | None] = fault_in_use
 
     def look(self, error: BaseException, batch_id: int) -> None:

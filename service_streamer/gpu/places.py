@@ -90,11 +90,8 @@ def select_visible(
 def show_only(device: Device) -> None:
     """Show this process one device, by its number of the driver or its name."""
     kind = kind_of(os.environ)
-    if str(device) == "cpu":
-        set_environment(hidden_variables())
-    else:
-        names = device_names([device])
-        set_environment(dict.fromkeys(kind.variables) | kind.variables_to_show(",".join(names)))
+    place = _place(device, VisibleGpus(kind, None, ""))
+    set_environment(dict.fromkeys(kind.variables) | dict(place.variables))
 
 
 def set_environment(variables: Mapping[str, str | None]) -> None:

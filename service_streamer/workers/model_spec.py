@@ -147,16 +147,8 @@ class ModelSpec:
         # Copies: a worker that is started again loads the model as the first one did.
         self.args, self.kwargs = tuple(self.args), dict(self.kwargs or {})
 
-    def load(
-        self,
-        gpu_id: int | str | None,
-        *,
-        attach: Callable[[ManagedModel], None] | None = None,
-    ) -> LoadedModel:
-        """The model, ready to ``serve``. Raises whatever importing and loading raise.
-
-        ``attach`` gets the model when that is loaded, if it is a ManagedModel.
-        """
+    def load(self, gpu_id: int | str | None) -> LoadedModel:
+        """The model, ready to ``serve``. Raises whatever importing and loading raise."""
         model = self.model
         if isinstance(model, str):
             model = import_model(model)
@@ -179,8 +171,6 @@ class ModelSpec:
             if has_stages(model):
                 managed.init_preprocess(*self.args, **kwargs)
             managed.init_model(*self.args, **kwargs)
-            if attach is not None:
-                attach(managed)
             if isinstance(managed, Wrapper):
                 managed = managed.unwrapped()
             return LoadedModel(self, managed.predict, managed)

@@ -85,11 +85,10 @@ class PreprocessPool:
                 if isinstance(event, WorkerDied):
                     raise event.failure.exception()
 
-    def attach(self, model: ManagedModel) -> None:
-        """Stand in for the ``preprocess`` of this model. Raises TypeError: it has none."""
-        check_preprocess(type(model))
-        self._collate = model.collate
-        model.preprocess = self  # type: ignore[method-assign]
+    def attach(self, model: LoadedModel) -> None:
+        """Stand in for the ``preprocess`` of this model, which has one if processes are ready."""
+        assert model.managed is not None
+        self._collate, model.preprocess = model.managed.collate, self
 
     def __call__(self, items: Any) -> Any:
         """Preprocess a batch. Raises whatever ``preprocess`` or ``collate`` raises.
@@ -217,12 +216,7 @@ class PreprocessSpec(ModelSpec):
         super().__init__(spec)
         self._worker = os.getpid()
 
-    def load(
-        self,
-        gpu_id: int | str | None,
-        *,
-        attach: Callable[[ManagedModel], None] | None = None,  # noqa: ARG002 - nothing stands in
-    ) -> LoadedModel:
+    def load(self, gpu_id: int | str | None) -> LoadedModel:
         """The function of a list of parts. Raises whatever importing and loading raise."""
         _end_with(self._worker)
         spec: ModelSpec = pickle.loads(self.model) if isinstance(self.model, bytes) else self.model

@@ -105,7 +105,6 @@ class StepBatch:
         self.memory = Ceiling(growth=0.0, asked=places)
         self.starts = Ceiling(growth=0.0, asked=places)
         self._awaits_end = False  # nothing starts before an item is over: they cost too much
-        self.evicted = 0  # states that were given up; whoever reports them sets it to 0
         self._places = places
         self._max_cost = max_cost
         self._may_rerun = may_rerun
@@ -198,13 +197,10 @@ class StepBatch:
 
     def put_back(self, requests: Sequence[StepRequest]) -> None:
         """Before the others on deck, in this order. Their states are given up."""
-        given_up = set(requests)
-        left = [each for each in self.running if each not in given_up]
-        self.evicted += len(self.running) - len(left)
-        self.running = left
-        for request in reversed(requests):
+        self.running = [each for each in self.running if each not in requests]
+        for request in requests:
             request.outputs = []
-            self.deck.appendleft(request)
+        self.deck.extendleft(reversed(requests))
 
     def ran_out(self, others: int) -> None:
         """There was no memory for an item beside so many others."""

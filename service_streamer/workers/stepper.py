@@ -127,7 +127,6 @@ class _Stepper:
     def send(self) -> None:
         """Report the step, if there is something to report."""
         report, now = self._report, time.monotonic()
-        report.evicted, self.batch.evicted = report.evicted + self.batch.evicted, 0
         has_news = report.outputs or report.done or report.started or report.evicted
         if not has_news and not (report.size and now - self._sent_at >= SIGN_OF_LIFE):
             return
@@ -178,7 +177,7 @@ class _Stepper:
                 request.outputs.append(output)
         now = time.monotonic()
         report.duration = now - began
-        if not batch.evicted and not any(each.failure for each in running):
+        if not report.evicted and not any(each.failure for each in running):
             batch.learn_step(report.duration)
         for request in batch.running:
             if not request.is_stream:
@@ -299,6 +298,7 @@ class _Stepper:
     def put_back(self, request: StepRequest) -> None:
         """The item starts again, later."""
         self.batch.put_back([request])
+        self._report.evicted += 1
         self.give_up_state(request)
 
     def give_up_state(self, request: StepRequest) -> None:
