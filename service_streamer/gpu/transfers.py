@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
@@ -30,9 +31,6 @@ T = TypeVar("T")
 
 #: Classes of results that are in nobody's memory but the interpreter's, as most are.
 PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
-
-#: By torch's module, direction and device: a GPU has an engine for each direction.
-_streams: dict[tuple[Any, str, int], Any] = {}
 
 
 def to_pinned(batch: T) -> T:
@@ -66,7 +64,7 @@ def to_device(batch: T, device: Any) -> T:
         return cast(T, _map_tensors(batch, lambda tensor: tensor.to(device)))
     module = kind.torch
     number = module.current_device() if device.index is None else device.index
-    current, copies = module.current_stream(number), stream_of(kind, "to GPU", number)
+    current, copies = module.current_stream(number), stream_of(module, "to GPU", number)
     moved: list[Any] = []
 
     def move(tensor: Any) -> Any:
@@ -122,7 +120,7 @@ def to_host(outputs: T) -> OnHost[T]:
             return tensor.cpu()
         torch, number = sys.modules["torch"], tensor.device.index
         if number not in streams:
-            streams[number] = kind, stream_of(kind, "to host", number)
+            streams[number] = kind, stream_of(kind.torch, "to host", number)
             streams[number][1].wait_stream(kind.torch.current_stream(number))
         stream = streams[number][1]
         with kind.torch.stream(stream):
@@ -168,13 +166,10 @@ def first_value(outputs: Any) -> Any:
     return first
 
 
-def stream_of(kind: Accelerator, direction: str, device: int) -> Any:
-    """A device's stream for one purpose, made at its first use."""
-    module = kind.torch
-    stream = _streams.get((module, direction, device))
-    if stream is None:
-        stream = _streams.setdefault((module, direction, device), module.Stream(device))
-    return stream
+@functools.cache
+def stream_of(module: Any, purpose: str, device: int) -> Any:  # noqa: ARG001 - each has its own
+    """A device's stream for one purpose, of torch's module: a GPU copies both ways at once."""
+    return module.Stream(device)
 
 
 def _pin(tensor: Any) -> Any:
@@ -255,7 +250,7 @@ class StageTimer:
         """
         with contextlib.ExitStack() as streams:
             for device, _, end in self._events:
-                stream = stream_of(self._kind, "results", device)
+                stream = stream_of(self._kind.torch, "results", device)
                 stream.wait_event(end)
                 streams.enter_context(self._kind.torch.stream(stream))
                 # What was computed there may be freed by this thread afterwards.

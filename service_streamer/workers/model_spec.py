@@ -7,13 +7,12 @@ import json
 import logging
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..gpu.device_errors import Guard, Named, check_named
-from ..managed_model import ManagedModel, find_length, has_stages, has_steps
+from ..managed_model import ManagedModel, array_module, find_length, has_stages, has_steps
 from ..reporting import quiet_log
 from .codec import Codec
 from .mending import Ceiling, Measure, at_positions
@@ -292,21 +291,14 @@ def stacks(items: Sequence[Any], view: View | None) -> list[Stack]:
     """
     alike: dict[Any, list[int]] = {}
     for position, item in enumerate(items):
-        kind = _kind(item)
+        kind = array_module(item)
+        if kind is None:
+            raise TypeError(
+                "a model with stack = True takes numpy arrays or torch tensors as items; this item "
+                f"is a {type(item).__qualname__}"
+            )
         alike.setdefault((kind, item.shape, item.dtype), []).append(position)
     return [_stack(kind, items, positions, view) for (kind, _, _), positions in alike.items()]
-
-
-def _kind(item: Any) -> Any:
-    """The module that stacks an item."""
-    for name, array in (("numpy", "ndarray"), ("torch", "Tensor")):
-        module: Any = sys.modules.get(name)  # not loaded: the item is not of this module
-        if module is not None and isinstance(item, getattr(module, array)):
-            return module
-    raise TypeError(
-        "a model with stack = True takes numpy arrays or torch tensors as items; this item is a "
-        f"{type(item).__qualname__}"
-    )
 
 
 def _stack(kind: Any, items: Sequence[Any], positions: list[int], view: View | None) -> Stack:

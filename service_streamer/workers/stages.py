@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ from ..errors import BadModelOutput, InvalidInput, InvalidItems
 from ..gpu.accelerators import release_memory
 from ..gpu.device_errors import is_out_of_memory
 from ..gpu.transfers import PLAIN, OnHost, StageTimer, first_value, results_on_host
+from ..managed_model import array_module
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import is_sequence
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
@@ -494,14 +494,9 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
 
 def memory_of(outputs: Any) -> weakref.ref[Any] | None:
     """The array or tensor in whose memory the outputs lie, by the first of them."""
-    base = first_value(outputs)
-    if type(base) in PLAIN:
-        return None
-    array = getattr(sys.modules.get("numpy"), "ndarray", ())
-    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
-    owner = None
-    while isinstance(base, (array, tensor)):
-        owner, base = base, base._base if isinstance(base, tensor) else base.base
+    owner, base = None, first_value(outputs)
+    while type(base) not in PLAIN and (module := array_module(base)) is not None:
+        owner, base = base, base.base if module.__name__ == "numpy" else base._base
     # Another base is memory that is shared, say.
     return None if owner is None or base is not None else weakref.ref(owner)
 
