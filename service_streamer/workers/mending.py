@@ -77,13 +77,16 @@ def at_positions(positions: Sequence[int]) -> Iterator[None]:
 class Bisection(ABC, Generic[T]):
     """Items, of which those of a call are adjacent. ``run_all`` runs them until none is left."""
 
-    def __init__(self, items: Iterable[T], call_of: Callable[[T], object] = id) -> None:
+    def __init__(self, items: Iterable[T]) -> None:
         self.items = list(items)  # that are left: they have no result, and have not failed
         self.results: dict[T, Any] = {}  # of the others, in the order in which they came
         self.failures: dict[T, Failure] = {}
-        self._call_of = call_of
         self._suspects: list[T] = []  # the first items, if a call of them is known to be at fault
         self._most_calls = self._most_items = 0  # in a part; 0 for no bound
+
+    def call_of(self, item: T) -> object:
+        """The call that the item is of; without a definition, each has its own."""
+        return item
 
     def room(self, items: list[T]) -> int:
         """How many of these to run at once, as far as memory goes: at least one."""
@@ -133,7 +136,7 @@ class Bisection(ABC, Generic[T]):
             items, calls = self._suspects, (self._count_calls(self._suspects) + 1) // 2
         part = items[: min(self.room(self.items), self._most_items or len(items))]
         if calls:
-            groups = islice(groupby(part, self._call_of), calls)
+            groups = islice(groupby(part, self.call_of), calls)
             part = [item for _, group in groups for item in group]
         return part
 
@@ -177,11 +180,11 @@ class Bisection(ABC, Generic[T]):
             self._most_calls = (calls + 1) // 2
         self._suspects = part if calls > 1 else []
         if calls == 1:
-            call = self._call_of(part[0])
-            self.fail([item for item in self.items if self._call_of(item) == call], failure)
+            call = self.call_of(part[0])
+            self.fail([item for item in self.items if self.call_of(item) == call], failure)
 
     def _count_calls(self, items: Sequence[T]) -> int:
-        return sum(1 for _ in groupby(items, self._call_of))
+        return sum(1 for _ in groupby(items, self.call_of))
 
 
 # -- lack of memory

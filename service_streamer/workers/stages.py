@@ -105,16 +105,11 @@ class Job(Bisection[int]):
         self.encoding = 0.0
         self.size = len(items) + len(failures)
         self.calls: int | Sequence[int] = received[3]  # as in ``Transport.send``
-        if not isinstance(self.calls, int):
-            owners: Sequence[int] = [
-                call for call, size in enumerate(self.calls) for _ in range(size)
-            ]
-        else:
-            owners = range(self.size) if self.calls else [0] * self.size
-        positions = [i for i in range(self.size) if i not in failures]
-        super().__init__(positions, owners.__getitem__)
+        super().__init__(i for i in range(self.size) if i not in failures)
         self.failures = failures
-        self.decoded = dict(zip(positions, items, strict=True))
+        self.decoded = items
+        self._positions = [*self.items]  # of these
+        self._owners: Sequence[int] = ()  # by position the number of an item's call, once needed
         self._touched: set[int] = set()  # items that the model has had, and may have written to
         self._lengths: dict[int, float] = {}  # of the items, once they are needed
         #: What ``preprocess`` made of the parts in which the batch is probably computed, mostly of
@@ -135,10 +130,13 @@ class Job(Bisection[int]):
 
     def take(self, part: list[int]) -> list[Any]:
         """The items at these positions: decoded again if the model may have written to them."""
-        if self._decode_again is None or self._touched.isdisjoint(part):
-            self._touched.update(part)
-            return [self.decoded[position] for position in part]
-        return [*map(self._decode_again, part)]
+        if self._decode_again is not None and not self._touched.isdisjoint(part):
+            return [*map(self._decode_again, part)]
+        self._touched.update(part)
+        if len(part) == len(self.decoded):
+            return [*self.decoded]
+        decoded = dict(zip(self._positions, self.decoded, strict=True))
+        return [decoded[position] for position in part]
 
     def fail_all(self, failure: Failure) -> None:
         """It goes no further."""
@@ -178,6 +176,13 @@ class Job(Bisection[int]):
         if len(part) < len(self.items):
             known = None  # of which part it holds is not known: each of them will tell
         self.runs = self.run_all(may_rerun=bool(self.calls), known=known)
+        self.data = [*self.results.values()]  # the parts go from left to right
+
+    def call_of(self, item: int) -> int:
+        if not self._owners:
+            calls = self.calls if not isinstance(self.calls, int) else [1] * self.size
+            self._owners = [call for call, size in enumerate(calls) for _ in range(size)]
+        return self._owners[item]
 
     def room(self, items: list[int]) -> int:
         if not self._model.ceiling.limit:
@@ -203,16 +208,11 @@ class Job(Bisection[int]):
     def _lengths_of(self, items: list[int]) -> list[float]:
         """Comes before the ceiling is used: where no lengths are known, that is a new one."""
         if not self._lengths:
-            lengths = self._model.lengths([*self.decoded.values()])
-            self._lengths = dict(zip(self.decoded, lengths, strict=True))
+            lengths = self._model.lengths(self.decoded)
+            self._lengths = dict(zip(self._positions, lengths, strict=True))
         return [self._lengths[position] for position in items]
 
     # -- the end
-
-    def settle(self, results: Sequence[Any]) -> None:
-        """All items have results, of one run."""
-        self.results = dict(zip(self.items, results, strict=True))
-        self.items = []
 
     def report(self) -> BatchReport:
         """Its report, when no item is left. It lets go of all that it holds.
@@ -220,16 +220,17 @@ class Job(Bisection[int]):
         Nothing may hold the items when the report is encoded: their blocks of shared memory are
         released with it.
         """
-        model, results, failures = self._model, self.results, self.failures
-        self.decoded, self.prepared, self.results = {}, {}, {}
+        model, outputs, failures = self._model, self.data or [], self.failures
+        self.decoded, self.prepared, self.results = [], {}, {}
         self.data = self._decode_again = None
-        outputs: list[Any] = []
         padding = None
         if self.failure is not None:
-            failures = {}
+            outputs, failures = [], {}
         else:
             model.guard.row = 0
-            outputs = [results.get(position) for position in range(self.size)]
+            if failures:
+                left = iter(outputs)
+                outputs = [None if i in failures else next(left) for i in range(self.size)]
             if model.managed is not None:
                 padding = model.padding
         return BatchReport(
@@ -351,7 +352,7 @@ class Stages:
         if job.items:
             self._run(job, self._results_apart if is_overlapped else self.results)
             if job.trouble is None:
-                job.settle(job.data)
+                job.items = []
         job.seconds[OUTLET] += time.monotonic() - started
         self.launched.discard(job.batch_id)
         job.timer = None
@@ -405,18 +406,23 @@ class Stages:
         All but those of the last part are copied: a model may write to the same memory again with
         its next call.
         """
-        arrays = job.data if self.model.stack else [(job.data, range(len(part)))]
         if self.model.moves_to_cpu:
-            job.memory = memory_of(arrays[0][0])
-        results: list[Any] = [None] * len(part)
-        for outputs, positions in arrays:
-            if self.model.postprocess is not None:
-                with self._postprocessing:
-                    outputs = self.model.postprocess(outputs)
-            checked = check_outputs(self.model, outputs, len(positions))
-            for position, result in zip(positions, checked, strict=True):
-                results[position] = result
+            job.memory = memory_of(job.data[0].batch if self.model.stack else job.data)
+        if not self.model.stack:
+            results = self._postprocessed(job.data, len(part))
+        else:
+            results = [None] * len(part)
+            for rows, positions in job.data:
+                found = self._postprocessed(rows, len(positions))
+                for position, result in zip(positions, found, strict=True):
+                    results[position] = result
         return results if len(part) == len(job.items) else [*map(in_own_memory, results)]
+
+    def _postprocessed(self, outputs: Any, size: int) -> list[Any]:
+        if self.model.postprocess is not None:
+            with self._postprocessing:
+                outputs = self.model.postprocess(outputs)
+        return check_outputs(self.model, outputs, size)
 
     def compute_part(self, job: Job, part: list[int]) -> list[Any]:
         """All stages."""
