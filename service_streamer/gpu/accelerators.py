@@ -447,6 +447,8 @@ def torch_version() -> str:
 
 def kind_in_use() -> Accelerator | None:
     """The kind on which torch has a context in this process; None if it has none."""
+    if "torch" not in sys.modules:
+        return None
     return next((kind for kind in TORCH_KINDS.values() if kind.is_in_use()), None)
 
 

@@ -263,8 +263,8 @@ class StageTimer:
         Blocks until the GPU has done the work that was launched before ``stop``. Raises nothing: if
         the GPU fails, this is the thread's time.
         """
-        with contextlib.suppress(Exception):
-            for _, start, end in self._events:
+        for _, start, end in self._events:
+            with contextlib.suppress(Exception):
                 end.synchronize()  # other threads may run meanwhile
                 self._seconds = max(self._seconds, start.elapsed_time(end) / 1000)
         return self._seconds

@@ -166,7 +166,7 @@ class Bisection(ABC, Generic[T]):
         for item, value in zip(part, values, strict=True):
             found = self.failures if isinstance(value, Failure) else self.results
             found[item] = value
-        del self.items[: len(part)]
+        self.items = self.items[len(part) :]
         self._most_items *= 2
         if self._suspects:
             del self._suspects[: len(part)]

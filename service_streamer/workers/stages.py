@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
@@ -105,12 +105,13 @@ class Job(Bisection[int]):
         self.encoding = 0.0
         self.size = len(items) + len(failures)
         self.calls: int | Sequence[int] = received[3]  # as in ``Transport.send``
-        super().__init__(i for i in range(self.size) if i not in failures)
+        positions: Iterable[int] = range(self.size)
+        super().__init__((i for i in positions if i not in failures) if failures else positions)
         self.failures = failures
         self.decoded = items
-        self._positions = [*self.items]  # of these
+        self._positions = self.items  # of these
         self._owners: Sequence[int] = ()  # by position the number of an item's call, once needed
-        self._touched: set[int] = set()  # items that the model has had, and may have written to
+        self._touched: list[int] = []  # items that the model has had, and may have written to
         self._lengths: dict[int, float] = {}  # of the items, once they are needed
         #: What ``preprocess`` made of the parts in which the batch is probably computed, mostly of
         #: one that has all.
@@ -130,9 +131,9 @@ class Job(Bisection[int]):
 
     def take(self, part: list[int]) -> list[Any]:
         """The items at these positions: decoded again if the model may have written to them."""
-        if self._decode_again is not None and not self._touched.isdisjoint(part):
+        if self._touched and self._decode_again and not set(self._touched).isdisjoint(part):
             return [*map(self._decode_again, part)]
-        self._touched.update(part)
+        self._touched += part
         if len(part) == len(self.decoded):
             return [*self.decoded]
         decoded = dict(zip(self._positions, self.decoded, strict=True))
@@ -192,7 +193,8 @@ class Job(Bisection[int]):
 
     def run(self, part: list[int]) -> Outcome:
         self._stages.channel.sign_of_life()
-        return self._stages.attempt(self, self._stages.compute_part, part)
+        trouble = self._stages.attempt(self, self._stages.compute_part, part)
+        return Returned(self.data) if trouble is None else trouble
 
     def fitted(self, part: list[int]) -> None:
         self._model.guard.row = 0
@@ -382,7 +384,7 @@ class Stages:
 
     def prepare(self, job: Job, part: list[int]) -> Any:
         """Preprocess, if that is not done. Raises what the model raises, as the others do."""
-        if tuple(part) in job.prepared:
+        if job.prepared and tuple(part) in job.prepared:
             return job.prepared.pop(tuple(part))
         data: Any = job.take(part)
         if self.model.stack:
@@ -439,15 +441,18 @@ class Stages:
         if self._is_unwanted(batch_id):
             raise InvalidInput("nobody waits for the results any more")
 
-    def attempt(self, job: Job, stage: Callable[[Job, list[int]], Any], part: list[int]) -> Outcome:
-        """Call the model for a batch, or a part of it.
+    def attempt(
+        self, job: Job, stage: Callable[[Job, list[int]], Any], part: list[int]
+    ) -> Invalid | OutOfMemory | Failure | None:
+        """Call the model for a batch, or a part of it. Returns why there is no ``data`` of it.
 
         If it raises, and no calls at fault are to be found, the whole batch fails.
         """
         try:
             if self._unwanted[0]:  # some were so far
                 self.check_wanted(job.batch_id)
-            return Returned(stage(job, part))
+            job.data = stage(job, part)
+            return None
         except BaseException as error:
             outcome = outcome_of(error, self.model, job.batch_id, job.named)
         job.data = None
@@ -457,11 +462,8 @@ class Stages:
 
     def _run(self, job: Job, stage: Callable[[Job, list[int]], Any]) -> None:
         """Run a stage of the whole batch."""
-        outcome = self.attempt(job, stage, job.items)
-        if isinstance(outcome, Returned):
-            job.data = outcome.value
-        else:
-            job.trouble = outcome
+        job.trouble = self.attempt(job, stage, job.items)
+        if job.trouble is not None:
             job.prepared.clear()
 
 
