@@ -74,17 +74,14 @@ class VisibleGpus:
 UNKNOWN_GPUS = VisibleGpus(CUDA, None, "")
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> VisibleGpus:
-    """The GPUs that a process with this environment sees. Takes some milliseconds."""
-    return select_visible(*find_gpus(), environment)
-
-
-def select_visible(
-    kind: Accelerator, machine: Sequence[Gpu] | None, environment: Mapping[str, str]
+def visible_gpus(
+    environment: Mapping[str, str] = os.environ,
+    machine: tuple[Accelerator, Sequence[Gpu] | None] | None = None,
 ) -> VisibleGpus:
-    """Those of a machine's GPUs that a process with this environment sees. Pure."""
+    """The GPUs that a process with this environment sees. To look for them takes milliseconds."""
+    kind, gpus = machine or find_gpus()
     lists = [f"{name}={environment[name]}" for name in kind.variables if name in environment]
-    return VisibleGpus(kind, kind.visible(machine, environment), " and ".join(lists))
+    return VisibleGpus(kind, kind.visible(gpus, environment), " and ".join(lists))
 
 
 def show_only(device: Device) -> None:

@@ -308,29 +308,23 @@ class Measure:
     there, so the worker knows no lengths.
     """
 
-    def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes | None = None) -> None:
+    def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes = b"") -> None:
         self._function = function
-        self._pickled = pickled
+        self._pickled = pickled  # of a function that is not unpickled yet; empty if there is none
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
-        """Lengths of the items, at least 0; None if unavailable, from now on."""
-        try:
-            if self._function is None and self._pickled is not None:
+        """Lengths of the items, at least 0; None if unavailable."""
+        with contextlib.suppress(Exception, SystemExit):  # raised by the user's function
+            if self._function is None:
                 self._function = pickle.loads(self._pickled)
-            if self._function is not None:
-                found = [float(self._function(item)) for item in items]
-                if all(0 <= length < float("inf") for length in found):
-                    return found
-        except (Exception, SystemExit):  # raised by the user's function
-            pass
-        self._function = self._pickled = None
+            found = [float(self._function(item)) for item in items]
+            if all(0 <= length < float("inf") for length in found):
+                return found
         return None
 
-    def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes | None]]:
+    def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes]]:
         pickled = self._pickled
         if self._function is not None:
             with contextlib.suppress(Exception, SystemExit):
                 pickled = pickle.dumps(self._function, pickle.HIGHEST_PROTOCOL)
-        if pickled is not None and len(pickled) > _LARGEST:
-            pickled = None
-        return Measure, (None, pickled)
+        return Measure, (None, pickled if len(pickled) <= _LARGEST else b"")

@@ -217,7 +217,7 @@ class PreprocessSpec(ModelSpec):
         self._worker = os.getpid()
 
     def load(self, gpu_id: int | str | None) -> LoadedModel:
-        """The function of a list of parts. Raises whatever importing and loading raise."""
+        """The function of a list of one part. Raises whatever importing and loading raise."""
         _end_with(self._worker)
         spec: ModelSpec = pickle.loads(self.model) if isinstance(self.model, bytes) else self.model
         model = import_model(spec.model) if isinstance(spec.model, str) else spec.model
@@ -226,15 +226,12 @@ class PreprocessSpec(ModelSpec):
         managed.preprocesses_only = True
         managed.init_preprocess(*spec.args, **spec.kwargs or {})
 
-        def prepared(part: list[Any]) -> Any:
-            try:
-                return managed.preprocess(part)
-            except InvalidItems as error:
-                return invalid_outcome(error, len(part))
-
         def preprocess(parts: list[Any]) -> list[Any]:
+            (part,) = parts
             try:
-                return [prepared(part) for part in parts]
+                return [managed.preprocess(part)]
+            except InvalidItems as error:
+                return [invalid_outcome(error, len(part))]
             except AttributeError as error:
                 # The usual mistake. The second is None, or a model of a user's that is wrapped.
                 if error.obj is managed or error.obj is managed.model:

@@ -233,8 +233,7 @@ class Job(Bisection[int]):
             if failures:
                 left = iter(outputs)
                 outputs = [None if i in failures else next(left) for i in range(self.size)]
-            if model.managed is not None:
-                padding = model.padding
+            padding = model.padding
         return BatchReport(
             self.batch_id,
             outputs,
