@@ -28,7 +28,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import BadModelOutput, InvalidItems, SharedBatchError, WorkerLost
+from ..errors import BadModelOutput, SharedBatchError, WorkerLost
 from ..gpu.accelerators import release_memory
 from ..gpu.transfers import OnHost, results_on_host
 from ..managed_model import ManagedModel
@@ -277,9 +277,6 @@ class _Stepper:
             outcome: Outcome = Returned(function(requests))
         except BaseException as error:
             outcome = outcome_of(error, self.model, requests[0].batch_id, len(requests))
-            if isinstance(error, InvalidItems) and isinstance(outcome, Failure):
-                # It names an item that there is not. That quotes no item, so all may read it.
-                outcome = Invalid(dict.fromkeys(range(len(requests)), outcome))
         self._write_progress([0] * len(requests))  # not if the worker ends: they are to blame
         self.channel.check_owner()
         return outcome
