@@ -98,11 +98,22 @@ class Job(Bisection[int]):
     thread. If that fails, or is too large, a part at a time goes through all stages.
     """
 
+    data: Any = None  # what the last stage has made of the items in it
+    trouble: Outcome | None = None  # why a stage could not, of all items
+    named = 0  # how many items are in a call, if the model knows them by their positions
+    failure: Failure | None = None  # why the batch failed
+    runs = 0  # more of them, to find the calls on which the model raises
+    #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
+    memory: weakref.ref[Any] | None = None
+    timer: StageTimer | None = None  # measures ``forward``
+    started_at = 0.0  # when the model began with it, of the monotonic clock
+    encoding = 0.0  # seconds
+    _owners: Sequence[int] = ()  # by position the number of an item's call, once needed
+
     def __init__(self, stages: Stages, received: tuple[Any, ...]) -> None:
         began = time.monotonic()
         self.batch_id, items, failures, self._decode_again = stages.channel.decode(received)
-        self.decoding = time.monotonic() - began  # seconds
-        self.encoding = 0.0
+        self.decoding = time.monotonic() - began
         self.size = len(items) + len(failures)
         self.calls: int | Sequence[int] = received[3]  # as in ``Transport.send``
         positions: Iterable[int] = range(self.size)
@@ -110,21 +121,11 @@ class Job(Bisection[int]):
         self.failures = failures
         self.decoded = items
         self._positions = self.items  # of these
-        self._owners: Sequence[int] = ()  # by position the number of an item's call, once needed
         self._touched: list[int] = []  # items that the model has had, and may have written to
         self._lengths: dict[int, float] = {}  # of the items, once they are needed
         #: What ``preprocess`` made of the parts in which the batch is probably computed, mostly of
         #: one that has all.
         self.prepared: dict[tuple[int, ...], Any] = {}
-        self.data: Any = None  # what the last stage has made of the items in it
-        self.trouble: Outcome | None = None  # why a stage could not, of all items
-        self.named = 0  # how many items are in a call, if the model knows them by their positions
-        self.failure: Failure | None = None  # why the batch failed
-        self.runs = 0  # more of them, to find the calls on which the model raises
-        #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
-        self.memory: weakref.ref[Any] | None = None
-        self.timer: StageTimer | None = None  # measures ``forward``
-        self.started_at = 0.0  # when the model began with it, of the monotonic clock
         #: Of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
         self.seconds = [0.0, 0.0, 0.0]
         self._stages, self._model = stages, stages.model
