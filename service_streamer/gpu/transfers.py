@@ -29,9 +29,6 @@ from .accelerators import TORCH_KINDS, Accelerator, kind_in_use
 
 T = TypeVar("T")
 
-#: Classes of results that are in nobody's memory but the interpreter's, as most are.
-PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
-
 
 def to_pinned(batch: T) -> T:
     """A batch in pinned memory, which a GPU copies from by itself. For ``preprocess``.
@@ -65,7 +62,6 @@ def to_device(batch: T, device: Any) -> T:
     module = kind.torch
     number = module.current_device() if device.index is None else device.index
     current, copies = module.current_stream(number), stream_of(module, "to GPU", number)
-    moved: list[Any] = []
 
     def move(tensor: Any) -> Any:
         if tensor.device.type != "cpu" or not _is_plain(tensor):
@@ -75,12 +71,10 @@ def to_device(batch: T, device: Any) -> T:
         with module.stream(copies):
             tensor = pinned.to(device, non_blocking=True)
         tensor.record_stream(current)  # or the next copy may get its memory, while this computes
-        moved.append(tensor)
         return tensor
 
     batch = _map_tensors(batch, move)
-    if moved:
-        current.wait_stream(copies)
+    current.wait_stream(copies)
     return batch
 
 
@@ -144,13 +138,9 @@ def results_on_host(outputs: Any) -> Any:
     """
     if type(outputs) is OnHost:
         return outputs.wait()
-    first = first_value(outputs)
-    if type(first) in PLAIN:
-        return outputs
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is None or type(first) is not tensor or first.device.type == "cpu":
-        return outputs
-    return to_host(outputs).wait()
+    first: Any = first_value(outputs)
+    is_tensor = type(first) is getattr(sys.modules.get("torch"), "Tensor", None)
+    return to_host(outputs).wait() if is_tensor and first.device.type != "cpu" else outputs
 
 
 def first_value(outputs: Any) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
 from ..gpu.accelerators import release_memory
 from ..gpu.device_errors import is_out_of_memory
-from ..gpu.transfers import PLAIN, OnHost, StageTimer, first_value, results_on_host
+from ..gpu.transfers import OnHost, StageTimer, first_value, results_on_host
 from ..managed_model import array_module
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import is_sequence
@@ -35,6 +35,9 @@ from .model_spec import LoadedModel, Predict, stacks
 from .protocol import SIGN_OF_LIFE, Failure, Progress
 
 INTAKE, FORWARD, OUTLET = range(3)
+
+#: Classes of results that are in nobody's memory but the interpreter's, as most are.
+_PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
 
 #: The last one decodes the item at a position again, if a model writes to copies; else it is None.
 DecodedBatch = tuple[int, list[Any], dict[int, Failure], Callable[[int], Any] | None]
@@ -503,7 +506,7 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
 def memory_of(outputs: Any) -> weakref.ref[Any] | None:
     """The array or tensor in whose memory the outputs lie, by the first of them."""
     owner, base = None, first_value(outputs)
-    while type(base) not in PLAIN and (module := array_module(base)) is not None:
+    while type(base) not in _PLAIN and (module := array_module(base)) is not None:
         owner, base = base, base.base if module.__name__ == "numpy" else base._base
     # Another base is memory that is shared, say.
     return None if owner is None or base is not None else weakref.ref(owner)
@@ -511,7 +514,7 @@ def memory_of(outputs: Any) -> weakref.ref[Any] | None:
 
 def in_own_memory(result: Any) -> Any:
     """A copy of the result: a model may write to its outputs with its next call."""
-    if type(result) not in PLAIN:
+    if type(result) not in _PLAIN:
         with contextlib.suppress(Exception):  # of a user's class
             return copy.deepcopy(result)
     return result

@@ -89,15 +89,7 @@ class StepBatch:
     as take about one step, and always one, so that each gets its turn.
     """
 
-    def __init__(
-        self,
-        places: int,
-        max_cost: float = math.inf,
-        *,
-        may_rerun: bool = True,
-        has_costs: bool = False,
-    ) -> None:
-        self.has_costs = has_costs  # the model says what a state costs; else each costs 1
+    def __init__(self, places: int, max_cost: float, *, may_rerun: bool) -> None:
         self.deck: deque[StepRequest] = deque()
         self.running: list[StepRequest] = []  # in the order in which they began
         # How many may run, and how many may start in one call, learned from lack of memory. One
@@ -110,7 +102,7 @@ class StepBatch:
         self._may_rerun = may_rerun
         self._start_time = LearnedCost()
         self._step_time = 0.0  # seconds, lately; 0 while it is not known
-        self._new_cost = None if has_costs else 1.0  # of a new item's state, lately
+        self._new_cost: float | None = None  # of a new item's state, lately
         self._growth: float | None = None  # by how much that grows until it is done
 
     @property

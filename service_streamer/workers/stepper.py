@@ -31,7 +31,6 @@ from typing import Any
 from ..errors import BadModelOutput, SharedBatchError, WorkerLost
 from ..gpu.accelerators import release_memory
 from ..gpu.transfers import OnHost, results_on_host
-from ..managed_model import ManagedModel
 from ..observe.record import BatchReport, StepReport
 from ..reporting import quiet_log
 from .mending import Bisection, Invalid, Outcome, Returned
@@ -69,13 +68,8 @@ class _Stepper:
     def __init__(self, channel: Channel, model: LoadedModel, progress: Progress) -> None:
         assert model.managed is not None
         self.model = model
-        self.managed = managed = model.managed
-        self.batch = StepBatch(
-            model.places,
-            model.max_cost,
-            may_rerun=model.may_rerun,
-            has_costs=type(managed).cost is not ManagedModel.cost,
-        )
+        self.managed = model.managed
+        self.batch = StepBatch(model.places, model.max_cost, may_rerun=model.may_rerun)
         self.channel = channel
         self._progress = progress.stages
         self._report = StepReport()
@@ -203,7 +197,7 @@ class _Stepper:
     def _look_at_costs(self, requests: Sequence[StepRequest]) -> None:
         """Ask what the states cost now."""
         cost = self.managed.cost
-        for request in requests if self.batch.has_costs else ():
+        for request in requests:
             try:  # not by ``call``, since there are many of them in each step
                 request.cost = found = float(cost(request.state))
                 if not 0.0 <= found < float("inf"):
