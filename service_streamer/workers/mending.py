@@ -301,26 +301,21 @@ _LARGEST = 1 << 20
 
 
 class Measure:
-    """The length function of a model, for a worker's ceiling. Belongs to one thread.
+    """A length function on its way to workers, for their ceilings. Belongs to one thread there.
 
     It is unpickled only when a batch has run out of memory: a function that the worker cannot
     import must not keep it from starting. One that does not pickle, or is too large, does not go
-    there, so the worker knows no lengths.
+    there: what is left of it raises.
     """
 
     def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes = b"") -> None:
         self._function = function
-        self._pickled = pickled  # of a function that is not unpickled yet; empty if there is none
+        self._pickled = pickled
 
-    def lengths(self, items: Sequence[Any]) -> list[float] | None:
-        """Lengths of the items, at least 0; None if unavailable."""
-        with contextlib.suppress(Exception, SystemExit):  # raised by the user's function
-            if self._function is None:
-                self._function = pickle.loads(self._pickled)
-            found = [float(self._function(item)) for item in items]
-            if all(0 <= length < float("inf") for length in found):
-                return found
-        return None
+    def __call__(self, item: Any) -> Any:
+        if self._function is None:
+            self._function = pickle.loads(self._pickled)
+        return self._function(item)
 
     def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes]]:
         pickled = self._pickled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -64,7 +65,7 @@ class LoadedModel:
         self.name = describe(self.postprocess or self.forward)  # what returns results
         self.may_rerun = spec.may_rerun  # items, after an error for lack of memory
         self.ceiling = Ceiling()  # how much it is given at once
-        self.measure = spec.measure_of(managed)  # what items cost; None where each counts one
+        self.length = spec.length_of(managed)  # what an item costs; None where each counts one
         #: Whether items are given to it as the rows of an array. Asked of the class: an attribute
         #: of the object, or what is not True, is the user's own.
         self.stack = getattr(type(managed), "stack", None) is True
@@ -79,11 +80,12 @@ class LoadedModel:
 
     def lengths(self, items: Sequence[Any]) -> Sequence[float]:
         """What the items cost: 1 each where that is not known."""
-        lengths = None if self.measure is None else self.measure.lengths(items)
-        if lengths is not None:
-            return lengths
-        if self.measure is not None:  # what was learned in the other unit is of no use
-            self.measure, self.ceiling = None, Ceiling()
+        if self.length is not None:
+            with contextlib.suppress(Exception, SystemExit):  # raised by the user's function
+                lengths = [float(self.length(item)) for item in items]
+                if all(0 <= length < float("inf") for length in lengths):
+                    return lengths
+            self.length, self.ceiling = None, Ceiling()  # what was learned is in another unit
         return [1] * len(items)
 
     @property
@@ -179,12 +181,11 @@ class ModelSpec:
             )
         return LoadedModel(self, model)
 
-    def measure_of(self, managed: ManagedModel | None) -> Measure | None:
-        """How a worker finds out what items cost; None where each counts one."""
-        if managed is None or self.measure is not None or not self.has_lengths:
-            return self.measure
-        is_known = find_length(type(managed)) is not None
-        return Measure(getattr(managed, "length", None)) if is_known else None
+    def length_of(self, managed: ManagedModel | None) -> Callable[[Any], Any] | None:
+        """How a worker finds out what an item costs; None where each counts one."""
+        if self.measure is None and self.has_lengths and find_length(type(managed)) is not None:
+            return getattr(managed, "length", None)
+        return self.measure
 
 
 def _description(model: ManagedModel) -> dict[str, Any] | None:
