@@ -105,10 +105,8 @@ class Accelerator:
 
     def is_in_use(self) -> bool:
         """Whether torch has a context on such a device in this process."""
-        try:
-            return bool(self.torch.is_initialized())
-        except AttributeError:  # torch is not loaded, half loaded, or another module of that name
-            return False
+        # torch may not be loaded, half loaded, or another module of that name.
+        return bool(getattr(self.torch, "is_initialized", bool)())
 
     def is_available(self) -> bool:
         """Whether torch can use such a device."""
