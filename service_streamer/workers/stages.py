@@ -171,7 +171,7 @@ class Job(Bisection[int]):
         """Compute it in as many runs as it takes."""
         model, known = self._model, self.trouble
         self._stages.channel.last_sign_at = self.started_at  # the run before took its time, too
-        self._lengths = {}  # the measure may have failed since preprocess
+        self._lengths = {}  # since preprocess another batch may have found that there are none
         lengths = self._lengths_of(self.items)
         model.ceiling.begin(lengths)
         part = self.next_part()
