@@ -81,12 +81,8 @@ class _Stepper:
 
     def drain(self) -> bool:
         """Receive what waits. Blocks if there is nothing to do; False at the end."""
-        channel = self.channel
-        while True:
-            if (self._has_worked or self._report.done) and not channel.is_waiting():
-                self._has_worked = False
-                return True
-            received = channel.receive()
+        while not (self._has_worked or self._report.done) or self.channel.is_waiting():
+            received = self.channel.receive()
             if received is None:
                 return False
             self._has_worked = True
@@ -95,6 +91,8 @@ class _Stepper:
             else:
                 self._take(received)
             del received  # it holds items, and would do so until the next comes
+        self._has_worked = False
+        return True
 
     def _take(self, received: tuple[Any, ...]) -> None:
         batch_id, items, failures, _ = self.channel.decode(received)
@@ -312,7 +310,6 @@ class _Parts(Bisection[StepRequest]):
     def __init__(self, stepper: _Stepper, requests: Sequence[StepRequest]) -> None:
         super().__init__(requests)
         self._stepper = stepper
-        self._may_rerun = stepper.model.may_rerun
         stepper.channel.last_sign_at = time.monotonic()
 
     @abstractmethod
@@ -349,7 +346,7 @@ class _Start(_Parts):
             batch.starts.ran_out([1] * len(part))
         else:
             batch.ran_out(others)
-        if self._may_rerun and (others or len(part) > 1):
+        if self._stepper.model.may_rerun and (others or len(part) > 1):
             self.drop(self.items)
         else:
             self.fail(part, failure)
@@ -376,7 +373,7 @@ class _Step(_Parts):
         if youngest is not None:
             self._stepper.put_back(youngest)
             self.drop([youngest])
-        elif self._may_rerun and len(part) > 1:
+        elif self._stepper.model.may_rerun and len(part) > 1:
             self.shrink(part)
             # The youngest next: if they fail the others have more.
             left = set(self.items)

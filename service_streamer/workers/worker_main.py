@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError
 from ..gpu.accelerators import limit_memory
-from ..gpu.device_errors import DeviceFailed, is_out_of_memory
+from ..gpu.device_errors import DeviceFailed, Guard, is_out_of_memory
 from ..gpu.places import Place, check_torch, missing_gpu, set_environment, visible_gpus
 from ..managed_model import set_shown_device
 from ..observe.record import BatchReport, StepReport
@@ -96,6 +96,7 @@ class CodedChannel(Channel):
         self.codec = codec
         self.link = link  # the memory that large ones lie in; None if all go with the messages
         self.cannot_send = ModelSpec.cannot_send
+        self.guard = Guard()
 
     @abstractmethod
     def send_raw(self, message: tuple[Any, ...]) -> None:
@@ -125,6 +126,7 @@ class CodedChannel(Channel):
             try:
                 items.append(decode(payload))
             except (Exception, SystemExit) as error:  # unpickling must not end the worker
+                self.guard.look(error, batch_id)
                 failed = self.codec.refuse_item(error, self.advise(error))
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
@@ -141,7 +143,8 @@ class CodedChannel(Channel):
     def encode(self, report: BatchReport | StepReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
         if isinstance(report, BatchReport):
-            report.failures |= self._encode(report.outputs, range(len(report.outputs)))
+            keys = range(len(report.outputs))
+            report.failures |= self._encode(report.outputs, keys, report.batch_id)
             if self.link is not None:
                 report.released = self.link.lend(report.outputs)
             return
@@ -156,16 +159,19 @@ class CodedChannel(Channel):
             report.released = self.link.lend(payloads)
             report.outputs = dict(zip(report.outputs, payloads, strict=True))
 
-    def _encode(self, outputs: Any, keys: Iterable[int]) -> dict[int, Failure]:
+    def _encode(
+        self, outputs: Any, keys: Iterable[int], batch_id: int | None = None
+    ) -> dict[int, Failure]:
         """Encode in place, so that nothing holds what is encoded, or its blocks were not released.
 
-        Returns why some cannot be encoded, by their keys.
+        Without a batch's id, keys are ids. Returns why some cannot be encoded.
         """
         encode, failures = self.codec.encode, {}
         for key in keys:
             try:
                 outputs[key] = encode(outputs[key])
             except (Exception, SystemExit) as error:
+                self.guard.look(error, key if batch_id is None else batch_id)
                 cannot_send = self.cannot_send.format(kind=type(outputs[key]).__qualname__)
                 failed = ModelError(
                     f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
@@ -352,6 +358,7 @@ def _load(
     channel.codec = spec.codec or channel.codec
     channel.cannot_send = spec.cannot_send
     model.moves_to_cpu = True
+    model.guard = channel.guard
     model.guard.may_end = True
     if channel.link is not None:
         model.view = channel.link.view
