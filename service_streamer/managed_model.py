@@ -6,7 +6,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .gpu.places import show_only
@@ -304,10 +304,10 @@ def _joined(parts: list[Any], owner: str, where: str = "") -> Any:
     kinds = {type(part) for part in parts}
     differ = ""
     if len(kinds) == 1:
-        concatenate = _concatenate_of(first)
-        if concatenate is not None:
+        module = array_module(first)
+        if module is not None and first.shape:
             try:
-                return concatenate(parts)
+                return module.concatenate(parts)
             except (RuntimeError, ValueError) as error:
                 shapes = ", ".join(str(tuple(part.shape)) for part in parts)
                 raise ValueError(
@@ -341,12 +341,12 @@ def _joined(parts: list[Any], owner: str, where: str = "") -> Any:
     )
 
 
-def _concatenate_of(part: Any) -> Callable[[list[Any]], Any] | None:
-    """The function that joins arrays or tensors of this kind; None if it is neither."""
-    for name, kind, function in (("numpy", "ndarray", "concatenate"), ("torch", "Tensor", "cat")):
-        module: Any = sys.modules.get(name)  # not loaded: the part is not of this module
-        if module is not None and isinstance(part, getattr(module, kind)) and part.shape:
-            return getattr(module, function)  # type: ignore[no-any-return]
+def array_module(value: Any) -> Any:
+    """numpy for an array, torch for a tensor; else None."""
+    for name, kind in (("numpy", "ndarray"), ("torch", "Tensor")):
+        module = sys.modules.get(name)  # not loaded: the value is not of this module
+        if isinstance(value, getattr(module, kind, ())):
+            return module
     return None
 
 

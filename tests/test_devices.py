@@ -34,8 +34,8 @@ from service_streamer.gpu.places import (
     check_torch,
     missing_gpu,
     places,
-    select_visible,
     sharers,
+    visible_gpus,
 )
 from service_streamer.options.table import WorkerOptions
 
@@ -67,7 +67,7 @@ NONE: Machine = CUDA, []
 
 
 def visible(machine: Machine, **environment: str) -> VisibleGpus:
-    return select_visible(*machine, environment)
+    return visible_gpus(environment, machine)
 
 
 # -- what a process sees

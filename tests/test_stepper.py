@@ -424,10 +424,9 @@ def test_a_step_that_names_an_item_that_there_is_not_says_so_to_each() -> None:
         def step(self, states: Any) -> Any:
             raise InvalidItems({len(states): ValueError("bad")})
 
-    model = loaded(Miscounts, may_rerun=False)
-    channel = served(model, [item(2), item(2)])
+    channel = served(loaded(Miscounts), [item(2), item(2)])
     assert set(channel.results.values()) == {"BadModelOutput"}
-    assert "InvalidItems names item 2, but the model was called with 2" in (
+    assert "InvalidItems names item 1, but the model was called with 1" in (
         channel.ends[0].failures[0].text
     )
 

@@ -105,10 +105,8 @@ class Accelerator:
 
     def is_in_use(self) -> bool:
         """Whether torch has a context on such a device in this process."""
-        try:
-            return bool(self.torch.is_initialized())
-        except AttributeError:  # torch is not loaded, half loaded, or another module of that name
-            return False
+        # torch may not be loaded, half loaded, or another module of that name.
+        return bool(getattr(self.torch, "is_initialized", bool)())
 
     def is_available(self) -> bool:
         """Whether torch can use such a device."""
@@ -447,6 +445,8 @@ def torch_version() -> str:
 
 def kind_in_use() -> Accelerator | None:
     """The kind on which torch has a context in this process; None if it has none."""
+    if "torch" not in sys.modules:
+        return None
     return next((kind for kind in TORCH_KINDS.values() if kind.is_in_use()), None)
 
 
@@ -519,21 +519,19 @@ def copy_thread_modes() -> Callable[[], None]:
     overlap. So it is with the current GPU, and the default device. Neither function raises.
     """
     torch: Any = sys.modules.get("torch")
-    kind: Any = None
-    has_gradients, device, number = True, None, 0
+    modes: list[tuple[Callable[[Any], Any], Any]] = []
     with contextlib.suppress(Exception):  # torch is not loaded, half loaded, or an old one
-        has_gradients = torch.is_grad_enabled()
+        modes.append((torch.set_grad_enabled, torch.is_grad_enabled()))
         device = torch.get_default_device()
+        if device.type != "cpu":  # it costs at each call of torch
+            modes.append((torch.set_default_device, device))
         kind = kind_in_use()
-        number = 0 if kind is None else kind.torch.current_device()
+        if kind is not None:
+            modes.append((kind.torch.set_device, kind.torch.current_device()))
 
     def take_over() -> None:
         with contextlib.suppress(Exception):
-            if number:
-                kind.torch.set_device(number)
-            if not has_gradients:
-                torch.set_grad_enabled(False)
-            if device is not None and device.type != "cpu":  # it costs at each call of torch
-                torch.set_default_device(device)
+            for set_mode, mode in modes:
+                set_mode(mode)
 
     return take_over

@@ -97,9 +97,7 @@ def is_out_of_memory(error: BaseException, named: Named = ()) -> bool:
     for _ in range(_MOST_CAUSES):
         if cause is None:
             return False
-        if isinstance(cause, classes):
-            return True
-        if isinstance(cause, Exception) and _says_so(cause, texts):
+        if isinstance(cause, classes) or (isinstance(cause, Exception) and _says_so(cause, texts)):
             return True
         cause = cause.__cause__
     return False
@@ -136,15 +134,12 @@ def _torch_classes() -> tuple[type[BaseException], ...]:
 def _says_so(error: Exception, texts: tuple[str, ...]) -> bool:
     library = str(type(error).__module__).partition(".")[0]
     is_native = isinstance(error, RuntimeError) or library in _LIBRARIES
-    if not (is_native or texts):
-        return False
     try:
         text = str(error)
     except (Exception, SystemExit):  # raised by the user's class
         return False
-    if any(each in text for each in texts):
-        return True
-    return is_native and _TEXTS.search(text[:_MOST_TEXT]) is not None
+    is_known = is_native and _TEXTS.search(text[:_MOST_TEXT]) is not None
+    return is_known or any(each in text for each in texts)
 
 
 class DeviceFailed(BaseException):
@@ -172,9 +167,9 @@ class Guard:
     only be logged, once for each process.
     """
 
-    def __init__(self, *, may_end: bool = False) -> None:
+    def __init__(self) -> None:
         self.row = 0  # batches in a row that failed; the code that computes a batch sets it to 0
-        self.may_end = may_end
+        self.may_end = False
         self.probe: Callable[[], str | None] = fault_in_use
 
     def look(self, error: BaseException, batch_id: int) -> None:

@@ -74,27 +74,21 @@ class VisibleGpus:
 UNKNOWN_GPUS = VisibleGpus(CUDA, None, "")
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> VisibleGpus:
-    """The GPUs that a process with this environment sees. Takes some milliseconds."""
-    return select_visible(*find_gpus(), environment)
-
-
-def select_visible(
-    kind: Accelerator, machine: Sequence[Gpu] | None, environment: Mapping[str, str]
+def visible_gpus(
+    environment: Mapping[str, str] = os.environ,
+    machine: tuple[Accelerator, Sequence[Gpu] | None] | None = None,
 ) -> VisibleGpus:
-    """Those of a machine's GPUs that a process with this environment sees. Pure."""
+    """The GPUs that a process with this environment sees. To look for them takes milliseconds."""
+    kind, gpus = machine or find_gpus()
     lists = [f"{name}={environment[name]}" for name in kind.variables if name in environment]
-    return VisibleGpus(kind, kind.visible(machine, environment), " and ".join(lists))
+    return VisibleGpus(kind, kind.visible(gpus, environment), " and ".join(lists))
 
 
 def show_only(device: Device) -> None:
     """Show this process one device, by its number of the driver or its name."""
     kind = kind_of(os.environ)
-    if str(device) == "cpu":
-        set_environment(hidden_variables())
-    else:
-        names = device_names([device])
-        set_environment(dict.fromkeys(kind.variables) | kind.variables_to_show(",".join(names)))
+    place = _place(device, VisibleGpus(kind, None, ""))
+    set_environment(dict.fromkeys(kind.variables) | dict(place.variables))
 
 
 def set_environment(variables: Mapping[str, str | None]) -> None:
@@ -120,31 +114,26 @@ def places(
     """
     if devices is None:
         return [UNPLACED]
-    if not isinstance(devices, str):
-        if per_worker > 1:
-            devices = _join(device_names(devices), per_worker)
-        return [_place(device, visible) for device in devices]
-    if visible.gpus is None and max(worker_num, per_worker) > 1:
-        visible.kind.require_count()
-    count = visible.count or 0
-    if per_worker > 1 and (not count or count % per_worker):
-        raise ValueError(
-            f"devices_per_worker={per_worker} must divide the number of visible GPUs, and "
-            f"{visible.describe()}; name the devices to use in cuda_devices, or lower it"
-        )
-    groups: Sequence[Device] = range(count)
+    named: Sequence[Device] = range(visible.count or 0) if isinstance(devices, str) else devices
+    if isinstance(devices, str):
+        if visible.gpus is None and max(worker_num, per_worker) > 1:
+            visible.kind.require_count()
+        if per_worker > 1 and (not named or len(named) % per_worker):
+            raise ValueError(
+                f"devices_per_worker={per_worker} must divide the number of visible GPUs, and "
+                f"{visible.describe()}; name the devices to use in cuda_devices, or lower it"
+            )
     if per_worker > 1:
-        groups = _join([*map(str, groups)], per_worker)
-    # The user has named none of them.
-    found = [_place(device, visible)._replace(gpu_id=None) for device in groups]
-    if worker_num == per_worker == 1 and found:
-        # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
-        found[0] = UNPLACED._replace(expects_gpu=True)
+        names = device_names(named)
+        starts = range(0, len(names), per_worker)
+        named = [",".join(names[start : start + per_worker]) for start in starts]
+    found = [_place(device, visible) for device in named]
+    if isinstance(devices, str):
+        found = [place._replace(gpu_id=None) for place in found]  # the user has named none of them
+        if worker_num == per_worker == 1 and found:
+            # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
+            found[0] = UNPLACED._replace(expects_gpu=True)
     return found or [UNPLACED]
-
-
-def _join(names: list[str], per_worker: int) -> list[Device]:
-    return [",".join(names[at : at + per_worker]) for at in range(0, len(names), per_worker)]
 
 
 def _place(device: Device, visible: VisibleGpus) -> Place:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
@@ -27,12 +28,6 @@ from typing import Any, Generic, TypeVar, cast
 from .accelerators import TORCH_KINDS, Accelerator, kind_in_use
 
 T = TypeVar("T")
-
-#: Classes of results that are in nobody's memory but the interpreter's, as most are.
-PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
-
-#: By torch's module, direction and device: a GPU has an engine for each direction.
-_streams: dict[tuple[Any, str, int], Any] = {}
 
 
 def to_pinned(batch: T) -> T:
@@ -66,8 +61,7 @@ def to_device(batch: T, device: Any) -> T:
         return cast(T, _map_tensors(batch, lambda tensor: tensor.to(device)))
     module = kind.torch
     number = module.current_device() if device.index is None else device.index
-    current, copies = module.current_stream(number), stream_of(kind, "to GPU", number)
-    moved: list[Any] = []
+    current, copies = module.current_stream(number), stream_of(module, "to GPU", number)
 
     def move(tensor: Any) -> Any:
         if tensor.device.type != "cpu" or not _is_plain(tensor):
@@ -77,12 +71,10 @@ def to_device(batch: T, device: Any) -> T:
         with module.stream(copies):
             tensor = pinned.to(device, non_blocking=True)
         tensor.record_stream(current)  # or the next copy may get its memory, while this computes
-        moved.append(tensor)
         return tensor
 
     batch = _map_tensors(batch, move)
-    if moved:
-        current.wait_stream(copies)
+    current.wait_stream(copies)
     return batch
 
 
@@ -122,7 +114,7 @@ def to_host(outputs: T) -> OnHost[T]:
             return tensor.cpu()
         torch, number = sys.modules["torch"], tensor.device.index
         if number not in streams:
-            streams[number] = kind, stream_of(kind, "to host", number)
+            streams[number] = kind, stream_of(kind.torch, "to host", number)
             streams[number][1].wait_stream(kind.torch.current_stream(number))
         stream = streams[number][1]
         with kind.torch.stream(stream):
@@ -146,13 +138,9 @@ def results_on_host(outputs: Any) -> Any:
     """
     if type(outputs) is OnHost:
         return outputs.wait()
-    first = first_value(outputs)
-    if type(first) in PLAIN:
-        return outputs
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is None or type(first) is not tensor or first.device.type == "cpu":
-        return outputs
-    return to_host(outputs).wait()
+    first: Any = first_value(outputs)
+    is_tensor = type(first) is getattr(sys.modules.get("torch"), "Tensor", None)
+    return to_host(outputs).wait() if is_tensor and first.device.type != "cpu" else outputs
 
 
 def first_value(outputs: Any) -> Any:
@@ -168,13 +156,10 @@ def first_value(outputs: Any) -> Any:
     return first
 
 
-def stream_of(kind: Accelerator, direction: str, device: int) -> Any:
-    """A device's stream for one purpose, made at its first use."""
-    module = kind.torch
-    stream = _streams.get((module, direction, device))
-    if stream is None:
-        stream = _streams.setdefault((module, direction, device), module.Stream(device))
-    return stream
+@functools.cache
+def stream_of(module: Any, purpose: str, device: int) -> Any:  # noqa: ARG001 - each has its own
+    """A device's stream for one purpose, of torch's module: a GPU copies both ways at once."""
+    return module.Stream(device)
 
 
 def _pin(tensor: Any) -> Any:
@@ -225,7 +210,7 @@ class StageTimer:
         self._seconds = 0.0
         #: Of each device that is in use: its number, and the events before and after the work.
         self._events: list[tuple[int, Any, Any]] = []
-        self._began_at = time.monotonic()
+        self.began_at = time.monotonic()
         self._kind: Any = kind_in_use()
         if self._kind is not None:
             # A device that failed: the model's next call finds out, and says more about it.
@@ -239,7 +224,7 @@ class StageTimer:
 
     def stop(self) -> None:
         """The stage has done its work for the batch, or launched it."""
-        self._seconds = time.monotonic() - self._began_at
+        self._seconds = time.monotonic() - self.began_at
         try:
             for device, _, end in self._events:
                 end.record(self._kind.torch.current_stream(device))
@@ -255,7 +240,7 @@ class StageTimer:
         """
         with contextlib.ExitStack() as streams:
             for device, _, end in self._events:
-                stream = stream_of(self._kind, "results", device)
+                stream = stream_of(self._kind.torch, "results", device)
                 stream.wait_event(end)
                 streams.enter_context(self._kind.torch.stream(stream))
                 # What was computed there may be freed by this thread afterwards.
@@ -268,8 +253,8 @@ class StageTimer:
         Blocks until the GPU has done the work that was launched before ``stop``. Raises nothing: if
         the GPU fails, this is the thread's time.
         """
-        with contextlib.suppress(Exception):
-            for _, start, end in self._events:
+        for _, start, end in self._events:
+            with contextlib.suppress(Exception):
                 end.synchronize()  # other threads may run meanwhile
                 self._seconds = max(self._seconds, start.elapsed_time(end) / 1000)
         return self._seconds

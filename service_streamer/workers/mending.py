@@ -77,17 +77,20 @@ def at_positions(positions: Sequence[int]) -> Iterator[None]:
 class Bisection(ABC, Generic[T]):
     """Items, of which those of a call are adjacent. ``run_all`` runs them until none is left."""
 
-    def __init__(self, items: Iterable[T], call_of: Callable[[T], object] = id) -> None:
+    def __init__(self, items: Iterable[T]) -> None:
         self.items = list(items)  # that are left: they have no result, and have not failed
         self.results: dict[T, Any] = {}  # of the others, in the order in which they came
         self.failures: dict[T, Failure] = {}
-        self._call_of = call_of
         self._suspects: list[T] = []  # the first items, if a call of them is known to be at fault
         self._most_calls = self._most_items = 0  # in a part; 0 for no bound
 
-    def room(self) -> int:
-        """How many of the items to run at once, as far as memory goes: at least one."""
-        return len(self.items)
+    def call_of(self, item: T) -> object:
+        """The call that the item is of; without a definition, each has its own."""
+        return item
+
+    def room(self, items: list[T]) -> int:
+        """How many of these to run at once, as far as memory goes: at least one."""
+        return len(items)
 
     @abstractmethod
     def run(self, part: list[T]) -> Outcome:
@@ -131,9 +134,9 @@ class Bisection(ABC, Generic[T]):
         items, calls = self.items, self._most_calls
         if self._suspects:
             items, calls = self._suspects, (self._count_calls(self._suspects) + 1) // 2
-        part = items[: min(self.room(), self._most_items or len(items))]
+        part = items[: min(self.room(self.items), self._most_items or len(items))]
         if calls:
-            groups = islice(groupby(part, self._call_of), calls)
+            groups = islice(groupby(part, self.call_of), calls)
             part = [item for _, group in groups for item in group]
         return part
 
@@ -163,7 +166,7 @@ class Bisection(ABC, Generic[T]):
         for item, value in zip(part, values, strict=True):
             found = self.failures if isinstance(value, Failure) else self.results
             found[item] = value
-        del self.items[: len(part)]
+        self.items = self.items[len(part) :]
         self._most_items *= 2
         if self._suspects:
             del self._suspects[: len(part)]
@@ -177,11 +180,11 @@ class Bisection(ABC, Generic[T]):
             self._most_calls = (calls + 1) // 2
         self._suspects = part if calls > 1 else []
         if calls == 1:
-            call = self._call_of(part[0])
-            self.fail([item for item in self.items if self._call_of(item) == call], failure)
+            call = self.call_of(part[0])
+            self.fail([item for item in self.items if self.call_of(item) == call], failure)
 
     def _count_calls(self, items: Sequence[T]) -> int:
-        return sum(1 for _ in groupby(items, self._call_of))
+        return sum(1 for _ in groupby(items, self.call_of))
 
 
 # -- lack of memory
@@ -202,8 +205,8 @@ _LEAST_LENGTH = 1e-9
 class Ceiling:
     """Limit on what one worker computes at once, learned from out-of-memory errors.
 
-    A part costs its items times its longest item, as a padded batch does. Without lengths, each
-    item counts 1. A ceiling must always get lengths, or never.
+    A part costs its items times its longest item, as a padded batch does. ``lengths`` are those of
+    its items, always in one unit: without any, each item counts 1.
 
         no limit    --- a batch of cost c ran out ------>  limit c / 2, and so on until it fits
         limit       --- a part within it ran out ------>  limit half of that part
@@ -222,7 +225,7 @@ class Ceiling:
     """
 
     def __init__(self, growth: float = GROWTH, asked: float = 0) -> None:
-        #: Maximum cost of a part that is no probe; 0 for no limit. An int without lengths.
+        #: Maximum cost of a part that is no probe; 0 for no limit. An int if all lengths are.
         self.limit: float = 0
         self._growth = growth  # by which share of it a probe exceeds it, and by one item at least
         self._asked = asked  # cost of the largest batch since the limit was set
@@ -230,41 +233,37 @@ class Ceiling:
         self._interval = FIRST_INTERVAL
         self._until_probe = FIRST_INTERVAL  # full parts until the next probe
 
-    def begin(self, size: int, lengths: Sequence[float] | None = None) -> None:
+    def begin(self, lengths: Sequence[float]) -> None:
         """A batch is to be computed."""
-        asked = size * _longest(lengths)
+        asked = _cost(lengths)
         self._asked = max(self._asked, asked) if self.limit else asked
         self._before = None
 
-    def room(self, size: int, lengths: Sequence[float] | None = None) -> int:
-        """How many of the next ``size`` items to compute at once: at least one."""
+    def room(self, lengths: Sequence[float]) -> int:
+        """How many of these items to compute at once: at least one."""
         if not self.limit:
-            return size
-        room = _within(self.limit, size, lengths)
-        if room == size or self._until_probe:
+            return len(lengths)
+        room = _within(self.limit, lengths)
+        if room == len(lengths) or self._until_probe:
             return room
         # A probe: at least one item more.
-        return max(room + 1, _within(self.limit * (1 + self._growth), size, lengths))
+        return max(room + 1, _within(self.limit * (1 + self._growth), lengths))
 
-    def fitted(
-        self, size: int, lengths: Sequence[float] | None = None, *, was_cut: bool = False
-    ) -> None:
+    def fitted(self, lengths: Sequence[float], *, was_cut: bool = False) -> None:
         """A part was computed; ``was_cut`` says that there were more items."""
-        cost = size * _longest(lengths)
         if not self.limit:
             return
-        if cost > self.limit and size > 1:
+        cost = _cost(lengths)
+        if cost > self.limit and len(lengths) > 1:
             self.limit = cost if cost < self._asked else 0
             self._interval = self._until_probe = FIRST_INTERVAL
         # A single item is no probe, even beyond the limit.
         elif cost >= self.limit or (was_cut and cost >= self.limit * FULL):
             self._until_probe = max(0, self._until_probe - 1)
 
-    def ran_out(
-        self, size: int, lengths: Sequence[float] | None = None, *, keep: int | None = None
-    ) -> None:
+    def ran_out(self, lengths: Sequence[float], *, keep: int | None = None) -> None:
         """A part ran out of memory: from now on ``keep`` items fit at once, or else half of it."""
-        longest = _longest(lengths)
+        size = len(lengths)
         if size == 1 and keep is None:
             # One item was to blame, so the old limit is right. If the device is full after all,
             # others run out again.
@@ -273,29 +272,28 @@ class Ceiling:
             return
         if self._before is None:
             self._before = self.limit
-        if self.limit and size * longest > self.limit:
+        if self.limit and _cost(lengths) > self.limit:
             self._interval = min(2 * self._interval, LONGEST_INTERVAL)
         else:
             # Rounded up, so that two parts cover the whole.
-            self.limit = ((size + 1) // 2 if keep is None else keep) * longest
+            kept = (size + 1) // 2 if keep is None else keep
+            self.limit = kept * max(_LEAST_LENGTH, *lengths)
             self._interval = FIRST_INTERVAL
         self._until_probe = self._interval
 
 
-def _longest(lengths: Sequence[float] | None) -> float:
-    return float(max(_LEAST_LENGTH, *lengths)) if lengths else 1
+def _cost(lengths: Sequence[float]) -> float:
+    return len(lengths) * max(_LEAST_LENGTH, *lengths)
 
 
-def _within(limit: float, size: int, lengths: Sequence[float] | None) -> int:
+def _within(limit: float, lengths: Sequence[float]) -> int:
     """How many of the items cost at most ``limit``; at least one."""
-    if lengths is None:
-        return min(size, max(1, int(limit)))
     longest = _LEAST_LENGTH
     for count, length in enumerate(lengths):
         longest = max(longest, length)
         if (count + 1) * longest > limit:
             return max(count, 1)
-    return size
+    return len(lengths)
 
 
 #: Maximum bytes of a pickled length function, which may drag a whole tokenizer along. Arbitrary.
@@ -303,36 +301,25 @@ _LARGEST = 1 << 20
 
 
 class Measure:
-    """The length function of a model, for a worker's ceiling. Belongs to one thread.
+    """A length function on its way to workers, for their ceilings. Belongs to one thread there.
 
     It is unpickled only when a batch has run out of memory: a function that the worker cannot
     import must not keep it from starting. One that does not pickle, or is too large, does not go
-    there, so the worker knows no lengths.
+    there: what is left of it raises.
     """
 
-    def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes | None = None) -> None:
+    def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes = b"") -> None:
         self._function = function
         self._pickled = pickled
 
-    def lengths(self, items: Sequence[Any]) -> list[float] | None:
-        """Lengths of the items, at least 0; None if unavailable, from now on."""
-        try:
-            if self._function is None and self._pickled is not None:
-                self._function = pickle.loads(self._pickled)
-            if self._function is not None:
-                found = [float(self._function(item)) for item in items]
-                if all(0 <= length < float("inf") for length in found):
-                    return found
-        except (Exception, SystemExit):  # raised by the user's function
-            pass
-        self._function = self._pickled = None
-        return None
+    def __call__(self, item: Any) -> Any:
+        if self._function is None:
+            self._function = pickle.loads(self._pickled)
+        return self._function(item)
 
-    def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes | None]]:
+    def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes]]:
         pickled = self._pickled
         if self._function is not None:
             with contextlib.suppress(Exception, SystemExit):
                 pickled = pickle.dumps(self._function, pickle.HIGHEST_PROTOCOL)
-        if pickled is not None and len(pickled) > _LARGEST:
-            pickled = None
-        return Measure, (None, pickled)
+        return Measure, (None, pickled if len(pickled) <= _LARGEST else b"")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..gpu.device_errors import Guard, Named, check_named
-from ..managed_model import ManagedModel, find_length, has_stages, has_steps
+from ..managed_model import ManagedModel, array_module, find_length, has_stages, has_steps
 from ..reporting import quiet_log
 from .codec import Codec
 from .mending import Ceiling, Measure, at_positions
@@ -65,10 +65,7 @@ class LoadedModel:
         self.name = describe(self.postprocess or self.forward)  # what returns results
         self.may_rerun = spec.may_rerun  # items, after an error for lack of memory
         self.ceiling = Ceiling()  # how much it is given at once
-        self.measure = spec.measure  # what items cost; None where each counts one
-        is_known = managed is not None and find_length(type(managed)) is not None
-        if self.measure is None and spec.has_lengths and is_known:
-            self.measure = Measure(getattr(managed, "length", None))
+        self.length = spec.length_of(managed)  # what an item costs; None where each counts one
         #: Whether items are given to it as the rows of an array. Asked of the class: an attribute
         #: of the object, or what is not True, is the user's own.
         self.stack = getattr(type(managed), "stack", None) is True
@@ -81,14 +78,15 @@ class LoadedModel:
         #: How many arrays of a row per item it was seen to return in place of results; 0 for none.
         self.columns = 0
 
-    def lengths(self, items: Sequence[Any]) -> list[float] | None:
-        """What the items cost; None where each counts one."""
-        if self.measure is None:
-            return None
-        lengths = self.measure.lengths(items)
-        if lengths is None:  # what was learned in the other unit is of no use
-            self.measure, self.ceiling = None, Ceiling()
-        return lengths
+    def lengths(self, items: Sequence[Any]) -> Sequence[float]:
+        """What the items cost: 1 each where that is not known."""
+        if self.length is not None:
+            with contextlib.suppress(Exception, SystemExit):  # raised by the user's function
+                lengths = [float(self.length(item)) for item in items]
+                if all(0 <= length < float("inf") for length in lengths):
+                    return lengths
+            self.length, self.ceiling = None, Ceiling()  # what was learned is in another unit
+        return [1] * len(items)
 
     @property
     def wants_rows(self) -> bool:
@@ -150,16 +148,8 @@ class ModelSpec:
         # Copies: a worker that is started again loads the model as the first one did.
         self.args, self.kwargs = tuple(self.args), dict(self.kwargs or {})
 
-    def load(
-        self,
-        gpu_id: int | str | None,
-        *,
-        attach: Callable[[ManagedModel], None] | None = None,
-    ) -> LoadedModel:
-        """The model, ready to ``serve``. Raises whatever importing and loading raise.
-
-        ``attach`` gets the model when that is loaded, if it is a ManagedModel.
-        """
+    def load(self, gpu_id: int | str | None) -> LoadedModel:
+        """The model, ready to ``serve``. Raises whatever importing and loading raise."""
         model = self.model
         if isinstance(model, str):
             model = import_model(model)
@@ -182,8 +172,6 @@ class ModelSpec:
             if has_stages(model):
                 managed.init_preprocess(*self.args, **kwargs)
             managed.init_model(*self.args, **kwargs)
-            if attach is not None:
-                attach(managed)
             if isinstance(managed, Wrapper):
                 managed = managed.unwrapped()
             return LoadedModel(self, managed.predict, managed)
@@ -192,6 +180,12 @@ class ModelSpec:
                 f"{describe(model)} is a function: init arguments are for a ManagedModel"
             )
         return LoadedModel(self, model)
+
+    def length_of(self, managed: ManagedModel | None) -> Callable[[Any], Any] | None:
+        """How a worker finds out what an item costs; None where each counts one."""
+        if self.measure is None and self.has_lengths and find_length(type(managed)) is not None:
+            return getattr(managed, "length", None)
+        return self.measure
 
 
 def _description(model: ManagedModel) -> dict[str, Any] | None:
@@ -297,21 +291,14 @@ def stacks(items: Sequence[Any], view: View | None) -> list[Stack]:
     """
     alike: dict[Any, list[int]] = {}
     for position, item in enumerate(items):
-        kind = _kind(item)
+        kind = array_module(item)
+        if kind is None:
+            raise TypeError(
+                "a model with stack = True takes numpy arrays or torch tensors as items; this item "
+                f"is a {type(item).__qualname__}"
+            )
         alike.setdefault((kind, item.shape, item.dtype), []).append(position)
     return [_stack(kind, items, positions, view) for (kind, _, _), positions in alike.items()]
-
-
-def _kind(item: Any) -> Any:
-    """The module that stacks an item."""
-    for name, array in (("numpy", "ndarray"), ("torch", "Tensor")):
-        module: Any = sys.modules.get(name)  # not loaded: the item is not of this module
-        if module is not None and isinstance(item, getattr(module, array)):
-            return module
-    raise TypeError(
-        "a model with stack = True takes numpy arrays or torch tensors as items; this item is a "
-        f"{type(item).__qualname__}"
-    )
 
 
 def _stack(kind: Any, items: Sequence[Any], positions: list[int], view: View | None) -> Stack:

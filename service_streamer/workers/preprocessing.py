@@ -85,11 +85,10 @@ class PreprocessPool:
                 if isinstance(event, WorkerDied):
                     raise event.failure.exception()
 
-    def attach(self, model: ManagedModel) -> None:
-        """Stand in for the ``preprocess`` of this model. Raises TypeError: it has none."""
-        check_preprocess(type(model))
-        self._collate = model.collate
-        model.preprocess = self  # type: ignore[method-assign]
+    def attach(self, model: LoadedModel) -> None:
+        """Stand in for the ``preprocess`` of this model, which has one if processes are ready."""
+        assert model.managed is not None
+        self._collate, model.preprocess = model.managed.collate, self
 
     def __call__(self, items: Any) -> Any:
         """Preprocess a batch. Raises whatever ``preprocess`` or ``collate`` raises.
@@ -217,13 +216,8 @@ class PreprocessSpec(ModelSpec):
         super().__init__(spec)
         self._worker = os.getpid()
 
-    def load(
-        self,
-        gpu_id: int | str | None,
-        *,
-        attach: Callable[[ManagedModel], None] | None = None,  # noqa: ARG002 - nothing stands in
-    ) -> LoadedModel:
-        """The function of a list of parts. Raises whatever importing and loading raise."""
+    def load(self, gpu_id: int | str | None) -> LoadedModel:
+        """The function of a list of one part. Raises whatever importing and loading raise."""
         _end_with(self._worker)
         spec: ModelSpec = pickle.loads(self.model) if isinstance(self.model, bytes) else self.model
         model = import_model(spec.model) if isinstance(spec.model, str) else spec.model
@@ -232,15 +226,12 @@ class PreprocessSpec(ModelSpec):
         managed.preprocesses_only = True
         managed.init_preprocess(*spec.args, **spec.kwargs or {})
 
-        def prepared(part: list[Any]) -> Any:
-            try:
-                return managed.preprocess(part)
-            except InvalidItems as error:
-                return invalid_outcome(error, len(part))
-
         def preprocess(parts: list[Any]) -> list[Any]:
+            (part,) = parts
             try:
-                return [prepared(part) for part in parts]
+                return [managed.preprocess(part)]
+            except InvalidItems as error:
+                return [invalid_outcome(error, len(part))]
             except AttributeError as error:
                 # The usual mistake. The second is None, or a model of a user's that is wrapped.
                 if error.obj is managed or error.obj is managed.model:

@@ -46,11 +46,7 @@ _MOST_BATCHES = 4
 _LAST_RESULTS = 5.0
 
 
-def serve(
-    channel: Channel,
-    model: LoadedModel,
-    progress: Progress,
-) -> None:
+def serve(channel: Channel, model: LoadedModel, progress: Progress) -> None:
     """Answer batches until the channel says to end. Nothing that a model raises ends it.
 
     ``SystemExit`` and the like are no errors of a batch: they end the worker, as they say. So does

@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
-from ..gpu.accelerators import kind_in_use, release_memory
+from ..gpu.accelerators import release_memory
 from ..gpu.device_errors import is_out_of_memory
-from ..gpu.transfers import PLAIN, OnHost, StageTimer, first_value, results_on_host
+from ..gpu.transfers import OnHost, StageTimer, first_value, results_on_host
+from ..managed_model import array_module
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import is_sequence
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
@@ -36,6 +35,9 @@ from .model_spec import LoadedModel, Predict, stacks
 from .protocol import SIGN_OF_LIFE, Failure, Progress
 
 INTAKE, FORWARD, OUTLET = range(3)
+
+#: Classes of results that are in nobody's memory but the interpreter's, as most are.
+_PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
 
 #: The last one decodes the item at a position again, if a model writes to copies; else it is None.
 DecodedBatch = tuple[int, list[Any], dict[int, Failure], Callable[[int], Any] | None]
@@ -92,53 +94,59 @@ class Channel(ABC):
             self.send(StepReport())
 
 
-@dataclass(eq=False)
-class Job:
-    """One batch on its way through the stages. Belongs to one stage at a time."""
+class Job(Bisection[int]):
+    """One batch on its way through the stages, its items by their positions.
 
-    batch_id: int
-    items: list[Any]  # that were decoded; empty once they are not needed any more
-    failures: dict[int, Failure]  # by position, of items that have no result
-    #: Of the item at a position; without it the model gets what it has written to.
-    decode_again: Callable[[int], Any] | None
-    calls: int | Sequence[int]  # as in ``Transport.send``
-    #: What ``preprocess`` made of the parts in which the batch is probably computed, mostly of one
-    #: that has all, by their positions.
-    prepared: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    data: Any = None  # what ``forward`` made of all items
-    #: In order, of the items that have no failure; None before the end.
-    results: list[Any] | None = None
+    Belongs to one stage at a time. Its first run is of all items, and each stage may be in another
+    thread. If that fails, or is too large, a part at a time goes through all stages.
+    """
+
+    data: Any = None  # what the last stage has made of the items in it
+    trouble: Outcome | None = None  # why a stage could not, of all items
+    named = 0  # how many items are in a call, if the model knows them by their positions
     failure: Failure | None = None  # why the batch failed
-    #: What became of computing it at once, if it is to be computed in parts for that.
-    outcome: Outcome | None = None
-    runs: int = 0  # more of them, to find the calls on which the model raises
+    runs = 0  # more of them, to find the calls on which the model raises
     #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
     memory: weakref.ref[Any] | None = None
-    timer: StageTimer | None = None  # measures ``forward``, where a GPU may be in use
-    started_at: float = 0.0  # when the model began with it, of the monotonic clock
-    #: Of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    decoding: float = 0.0  # seconds
-    encoding: float = 0.0
+    timer: StageTimer | None = None  # measures ``forward``
+    started_at = 0.0  # when the model began with it, of the monotonic clock
+    encoding = 0.0  # seconds
+    _owners: Sequence[int] = ()  # by position the number of an item's call, once needed
 
-    def __post_init__(self) -> None:
-        self.size = len(self.items) + len(self.failures)
+    def __init__(self, stages: Stages, received: tuple[Any, ...]) -> None:
+        began = time.monotonic()
+        self.batch_id, items, failures, self._decode_again = stages.channel.decode(received)
+        self.decoding = time.monotonic() - began
+        self.size = len(items) + len(failures)
+        self.calls: int | Sequence[int] = received[3]  # as in ``Transport.send``
+        positions: Iterable[int] = range(self.size)
+        super().__init__((i for i in positions if i not in failures) if failures else positions)
+        self.failures = failures
+        self.decoded = items
+        self._positions = self.items  # of these
+        self._touched: list[int] = []  # items that the model has had, and may have written to
+        self._lengths: dict[int, float] = {}  # of the items, once they are needed
+        #: What ``preprocess`` made of the parts in which the batch is probably computed, mostly of
+        #: one that has all.
+        self.prepared: dict[tuple[int, ...], Any] = {}
+        #: Of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
+        self.seconds = [0.0, 0.0, 0.0]
+        self._stages, self._model = stages, stages.model
 
-    @property
-    def positions(self) -> list[int]:
-        """Of the items in the batch."""
-        return [i for i in range(self.size) if i not in self.failures]
+    def take(self, part: list[int]) -> list[Any]:
+        """The items at these positions: decoded again if the model may have written to them."""
+        if self._touched and self._decode_again and not set(self._touched).isdisjoint(part):
+            return [*map(self._decode_again, part)]
+        self._touched += part
+        if len(part) == len(self.decoded):
+            return [*self.decoded]
+        decoded = dict(zip(self._positions, self.decoded, strict=True))
+        return [decoded[position] for position in part]
 
-    def call_of(self) -> Sequence[int]:
-        """The number of the call that an item is of, by the item's position."""
-        if isinstance(self.calls, int):
-            return range(self.size) if self.calls else [0] * self.size
-        return [call for call, size in enumerate(self.calls) for _ in range(size)]
-
-    def fail(self, failure: Failure) -> None:
+    def fail_all(self, failure: Failure) -> None:
         """It goes no further."""
-        self.data = self.outcome = None
         self.failure = failure
+        self.drop(self.items)
 
     @property
     def by_stage(self) -> tuple[float, float, float]:
@@ -156,6 +164,91 @@ class Job:
             return False
         stages = self.by_stage
         return sum(stages) - max(stages) > worth
+
+    # -- in parts
+
+    def compute_in_parts(self) -> None:
+        """Compute it in as many runs as it takes."""
+        model, known = self._model, self.trouble
+        self._stages.channel.last_sign_at = self.started_at  # the run before took its time, too
+        self._lengths = {}  # since preprocess another batch may have found that there are none
+        lengths = self._lengths_of(self.items)
+        model.ceiling.begin(lengths)
+        part = self.next_part()
+        if isinstance(known, OutOfMemory) and not model.may_rerun:
+            self.ran_out(part, known.failure)
+            self.fail(self.items, known.failure)
+        if len(part) < len(self.items):
+            known = None  # of which part it holds is not known: each of them will tell
+        self.runs = self.run_all(may_rerun=bool(self.calls), known=known)
+        self.data = [*self.results.values()]  # the parts go from left to right
+
+    def call_of(self, item: int) -> int:
+        if not self._owners:
+            calls = self.calls if not isinstance(self.calls, int) else [1] * self.size
+            self._owners = [call for call, size in enumerate(calls) for _ in range(size)]
+        return self._owners[item]
+
+    def room(self, items: list[int]) -> int:
+        if not self._model.ceiling.limit:
+            return len(items)
+        lengths = self._lengths_of(items)
+        return self._model.ceiling.room(lengths)
+
+    def run(self, part: list[int]) -> Outcome:
+        self._stages.channel.sign_of_life()
+        trouble = self._stages.attempt(self, self._stages.compute_part, part)
+        return Returned(self.data) if trouble is None else trouble
+
+    def fitted(self, part: list[int]) -> None:
+        self._model.guard.row = 0
+        self._model.ceiling.fitted(self._lengths_of(part), was_cut=len(part) < len(self.items))
+
+    def ran_out(self, part: list[int], failure: Failure) -> None:
+        release_memory()  # only now: where it was raised, frames still held tensors
+        self._model.ceiling.ran_out(self._lengths_of(part))
+        if len(part) == 1 or not self._model.may_rerun:
+            self.fail(part, failure)
+            self.shrink(part)  # if the device is full, and not this item to blame
+
+    def _lengths_of(self, items: list[int]) -> list[float]:
+        """Comes before the ceiling is used: where no lengths are known, that is a new one."""
+        if not self._lengths:
+            lengths = self._model.lengths(self.decoded)
+            self._lengths = dict(zip(self._positions, lengths, strict=True))
+        return [self._lengths[position] for position in items]
+
+    # -- the end
+
+    def report(self) -> BatchReport:
+        """Its report, when no item is left. It lets go of all that it holds.
+
+        Nothing may hold the items when the report is encoded: their blocks of shared memory are
+        released with it.
+        """
+        model, outputs, failures = self._model, self.data or [], self.failures
+        self.decoded, self.prepared, self.results = [], {}, {}
+        self.data = self._decode_again = None
+        padding = None
+        if self.failure is not None:
+            outputs, failures = [], {}
+        else:
+            model.guard.row = 0
+            if failures:
+                left = iter(outputs)
+                outputs = [None if i in failures else next(left) for i in range(self.size)]
+            padding = model.padding
+        return BatchReport(
+            self.batch_id,
+            outputs,
+            failures,
+            self.failure,
+            sum(self.seconds),
+            self.started_at or time.monotonic(),  # no item could be decoded
+            model.ceiling.limit,
+            padding,
+            runs=self.runs,
+        )
 
 
 def outcome_of(
@@ -212,31 +305,24 @@ class Stages:
 
     def take_in(self, received: tuple[Any, ...]) -> Job:
         """INTAKE, of what the channel has received."""
-        began = time.monotonic()
         self.progress[INTAKE] = received[0] + 1
-        job = Job(*self.channel.decode(received), received[3])
-        job.decoding = time.monotonic() - began
+        job = Job(self, received)
         if job.items and (self.model.preprocess is not None or self.model.stack):
             job.started_at = time.monotonic()
-            self._run(self._prepare, job, len(job.items))
+            self._run(job, self._prepare)
             job.seconds[INTAKE] = time.monotonic() - job.started_at
             self.channel.check_owner()  # in a fork this thread may be the only one
         self.progress[INTAKE] = 0
         return job
 
-    def _prepare(self, job: Job) -> None:
+    def _prepare(self, job: Job, items: list[int]) -> None:
         """Preprocess those parts of the batch that probably fit into memory."""
-        model, items, positions = self.model, job.items, job.positions
-        # First: where it knows none, the ceiling is a new one.
-        lengths = model.lengths(items) if model.ceiling.limit else None
-        start = 0
+        job.named, start = len(items), 0
         while start < len(items):
-            left = lengths and lengths[start:]
-            stop = start + model.ceiling.room(len(items) - start, left)
-            with at_positions(range(start, stop)):
-                part = self.prepare(items[start:stop])
-            job.prepared[tuple(positions[start:stop])] = part
-            start = stop
+            part = items[start : start + job.room(items[start:])]
+            with at_positions(range(start, start + len(part))):
+                job.prepared[tuple(part)] = self.prepare(job, part)
+            start += len(part)
 
     def complete(self, job: Job) -> None:
         """All stages after INTAKE, in this thread."""
@@ -246,65 +332,48 @@ class Stages:
 
     def compute(self, job: Job) -> None:
         """FORWARD; or all stages, if the batch is computed in parts."""
-        if job.failure is not None or not job.items:
+        if not job.items:
             return
         self.progress[FORWARD] = job.batch_id + 1
-        started = time.monotonic()
-        if not job.started_at:
-            job.started_at = started
-        if "torch" in sys.modules and kind_in_use() is not None:
-            job.timer = StageTimer()
-            self.launched.add(job.batch_id)
-        in_parts = (
-            job.outcome is not None or len(job.prepared) > 1 or bool(self.model.ceiling.limit)
-        )
+        job.timer = StageTimer()
+        job.started_at = job.started_at or job.timer.began_at
+        self.launched.add(job.batch_id)
+        in_parts = job.trouble is not None or len(job.prepared) > 1 or self.model.ceiling.limit
         if not in_parts:
-            # Of a batch that preprocess has made the positions are not known.
-            self._run(self._forward, job, 0 if self.has_stages else len(job.items))
-            in_parts = job.outcome is not None
-        if in_parts:
-            _BatchParts(self, job).compute()
-        if job.timer is not None:
-            job.timer.stop()
-        else:
-            job.seconds[FORWARD] += time.monotonic() - started
+            self._run(job, self.forward)
+            in_parts = job.trouble is not None
+        if in_parts and job.items:
+            job.compute_in_parts()
+        job.timer.stop()
         self.channel.check_owner()  # in a fork no other thread would answer
         self.progress[FORWARD] = 0
-
-    def _forward(self, job: Job) -> None:
-        data = job.prepared.popitem()[1] if job.prepared else job.items
-        job.data = self.through(self.model.forward, data)
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
         """OUTLET. False: the batch goes back to ``compute``, in parts."""
         self.progress[OUTLET] = job.batch_id + 1
-        timer = job.timer
-        if timer is not None:
-            job.seconds[FORWARD] += timer.seconds()
+        if job.timer is not None:
+            job.seconds[FORWARD] += job.timer.seconds()
         started = time.monotonic()
-        if job.failure is None and job.results is None and job.items:
-            self._run(self._make_results_apart if is_overlapped else self._make_results, job)
+        if job.items:
+            self._run(job, self._results_apart if is_overlapped else self.results)
+            if job.trouble is None:
+                job.items = []
         job.seconds[OUTLET] += time.monotonic() - started
         self.launched.discard(job.batch_id)
         job.timer = None
-        is_finished = job.outcome is None
+        is_finished = not job.items
         if is_finished:
             self._answer(job, is_overlapped=is_overlapped)
         self.progress[OUTLET] = 0
         return is_finished
 
-    def _make_results_apart(self, job: Job) -> None:
-        timer = job.timer if self.model.moves_to_cpu else None
-        with contextlib.nullcontext() if timer is None else timer.following():
-            self._make_results(job)
-
-    def _make_results(self, job: Job) -> None:
-        if self.model.moves_to_cpu:
-            job.memory = self.memory(job.data)
-        job.results = self.results(job.data, len(job.items))
+    def _results_apart(self, job: Job, part: list[int]) -> list[Any]:
+        assert job.timer is not None
+        with job.timer.following() if self.model.moves_to_cpu else contextlib.nullcontext():
+            return self.results(job, part)
 
     def _answer(self, job: Job, *, is_overlapped: bool) -> None:
-        report = self._report(job)
+        report = job.report()
         began = time.monotonic()
         self.channel.encode(report)
         if job.memory is not None and job.memory() is not None:  # though nothing here looks at it
@@ -314,59 +383,45 @@ class Stages:
             report.stages = job.by_stage
         self.channel.send(report)
 
-    def _report(self, job: Job) -> BatchReport:
-        """The report of a finished job, which lets go of all that it holds.
-
-        Nothing may hold the items when the report is encoded: their blocks of shared memory are
-        released with it.
-        """
-        model, results, failures = self.model, job.results or [], job.failures
-        job.items, job.data, job.results, job.decode_again = [], None, None, None
-        padding = None
-        if job.failure is not None:
-            results, failures = [], {}
-        else:
-            model.guard.row = 0
-            if failures:
-                left = iter(results)
-                results = [None if i in failures else next(left) for i in range(job.size)]
-            if model.managed is not None:
-                padding = model.padding
-        return BatchReport(
-            job.batch_id,
-            results,
-            failures,
-            job.failure,
-            sum(job.seconds),
-            job.started_at or time.monotonic(),  # no item could be decoded
-            model.ceiling.limit,
-            padding,
-            runs=job.runs,
-        )
-
     # -- what the model is called for; a model with ``stack`` for each array by itself
 
-    def prepare(self, items: list[Any]) -> Any:
-        """Preprocess. Raises what the model raises, as the others do."""
-        data = stacks(items, self.model.view) if self.model.stack else items
+    def prepare(self, job: Job, part: list[int]) -> Any:
+        """Preprocess, if that is not done. Raises what the model raises, as the others do."""
+        if job.prepared and tuple(part) in job.prepared:
+            return job.prepared.pop(tuple(part))
+        data: Any = job.take(part)
+        if self.model.stack:
+            data = stacks(data, self.model.view)
         if self.model.preprocess is None:
             return data
         with self._preprocessing:
-            return self.through(self.model.preprocess, data)
+            return self._through(self.model.preprocess, data)
 
-    def through(self, stage: Predict, data: Any) -> Any:
-        return [each.through(stage) for each in data] if self.model.stack else stage(data)
+    def forward(self, job: Job, part: list[int]) -> Any:
+        """Preprocess, if that is not done, and compute."""
+        job.named = len(part)
+        data = self.prepare(job, part)
+        if self.has_stages:
+            job.named = 0  # preprocess may have changed their positions
+        return self._through(self.model.forward, data)
 
-    def results(self, outputs: Any, size: int) -> list[Any]:
-        """So many results: postprocess, and check what that returned."""
+    def results(self, job: Job, part: list[int]) -> list[Any]:
+        """One result for each: postprocess, and check what that returned.
+
+        All but those of the last part are copied: a model may write to the same memory again with
+        its next call.
+        """
+        if self.model.moves_to_cpu:
+            job.memory = memory_of(job.data[0].batch if self.model.stack else job.data)
         if not self.model.stack:
-            return self._postprocessed(outputs, size)
-        results: list[Any] = [None] * size
-        for rows, positions in outputs:
-            part = self._postprocessed(rows, len(positions))
-            for position, result in zip(positions, part, strict=True):
-                results[position] = result
-        return results
+            results = self._postprocessed(job.data, len(part))
+        else:
+            results = [None] * len(part)
+            for rows, positions in job.data:
+                found = self._postprocessed(rows, len(positions))
+                for position, result in zip(positions, found, strict=True):
+                    results[position] = result
+        return results if len(part) == len(job.items) else [*map(in_own_memory, results)]
 
     def _postprocessed(self, outputs: Any, size: int) -> list[Any]:
         if self.model.postprocess is not None:
@@ -374,9 +429,13 @@ class Stages:
                 outputs = self.model.postprocess(outputs)
         return check_outputs(self.model, outputs, size)
 
-    def memory(self, outputs: Any) -> weakref.ref[Any] | None:
-        """As ``memory_of`` says."""
-        return memory_of(outputs[0].batch if self.model.stack else outputs)
+    def compute_part(self, job: Job, part: list[int]) -> list[Any]:
+        """All stages."""
+        job.data = self.forward(job, part)
+        return self.results(job, part)
+
+    def _through(self, stage: Predict, data: Any) -> Any:
+        return [each.through(stage) for each in data] if self.model.stack else stage(data)
 
     # -- errors
 
@@ -385,111 +444,30 @@ class Stages:
         if self._is_unwanted(batch_id):
             raise InvalidInput("nobody waits for the results any more")
 
-    def is_searched(self, job: Job) -> bool:
-        """Whether calls at fault are to be found: several share the batch, and are waited for."""
-        return bool(job.calls) and not self._is_unwanted(job.batch_id)
+    def attempt(
+        self, job: Job, stage: Callable[[Job, list[int]], Any], part: list[int]
+    ) -> Invalid | OutOfMemory | Failure | None:
+        """Call the model for a batch, or a part of it. Returns why there is no ``data`` of it.
 
-    def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
-        """Run a stage of the whole batch. If it raises, the batch fails, or goes on in parts."""
+        If it raises, and no calls at fault are to be found, the whole batch fails.
+        """
         try:
             if self._unwanted[0]:  # some were so far
                 self.check_wanted(job.batch_id)
-            stage(job)
+            job.data = stage(job, part)
+            return None
         except BaseException as error:
-            outcome = outcome_of(error, self.model, job.batch_id, named)
-            if isinstance(outcome, Failure) and not self.is_searched(job):
-                job.fail(outcome)
-            else:
-                job.data, job.outcome = None, outcome
-            job.prepared.clear()
-
-
-class _BatchParts(Bisection[int]):
-    """The items of a batch by their positions, of which each part goes through all stages.
-
-    It goes through the last one at once, and all results but those of the last part are copied: a
-    model may write to the same memory again with its next call.
-    """
-
-    def __init__(self, stages: Stages, job: Job) -> None:
-        positions = job.positions
-        super().__init__(positions, job.call_of().__getitem__)
-        self._stages = stages
-        self._model = model = stages.model
-        self._job = job
-        self._items = dict(zip(positions, job.items, strict=True))
-        self._prepared, job.prepared = job.prepared, {}
-        # Those that the model has had, and may have written to.
-        self._touched = set(() if job.outcome is None else positions)
-        stages.channel.last_sign_at = job.started_at  # the run before this took its time, too
-        lengths = model.lengths(job.items)  # first: where it knows none, the ceiling is a new one
-        self._lengths = None if lengths is None else dict(zip(positions, lengths, strict=True))
-        model.ceiling.begin(len(positions), lengths)
-
-    def compute(self) -> None:
-        """Compute the batch in as many runs as it takes."""
-        job, known = self._job, self._job.outcome
-        job.outcome = None
-        part = self.next_part()
-        if isinstance(known, OutOfMemory) and not self._model.may_rerun:
-            self.ran_out(part, known.failure)
-            self.fail(self.items, known.failure)
-        if len(part) < len(job.items):
-            known = None  # of which part it holds is not known: each of them will tell
-        job.runs += self.run_all(may_rerun=bool(job.calls), known=known)
-        job.failures |= self.failures
-        if job.failure is None:
-            job.results = [*self.results.values()]  # the parts go from left to right
-
-    def room(self) -> int:
-        return self._model.ceiling.room(len(self.items), self._lengths_of(self.items))
-
-    def run(self, part: list[int]) -> Outcome:
-        stages, model, job = self._stages, self._model, self._job
-        stages.channel.sign_of_life()
-        named = len(part)
-        try:
-            stages.check_wanted(job.batch_id)
-            if tuple(part) in self._prepared:
-                data = self._prepared.pop(tuple(part))
-                self._touched.update(part)
-            else:
-                data = stages.prepare([self._item(position) for position in part])
-            if stages.has_stages:
-                named = 0  # of what preprocess has made the positions are not known
-            data = stages.through(model.forward, data)
-            is_last = len(part) == len(self.items)
-            if is_last and model.moves_to_cpu:
-                job.memory = stages.memory(data)
-            results = stages.results(data, len(part))
-            return Returned(results if is_last else [*map(in_own_memory, results)])
-        except BaseException as error:
-            outcome = outcome_of(error, model, job.batch_id, named)
-        if isinstance(outcome, Failure) and not stages.is_searched(job):
-            job.fail(outcome)
-            self.drop(self.items)  # nothing more of the batch is run
+            outcome = outcome_of(error, self.model, job.batch_id, job.named)
+        job.data = None
+        if isinstance(outcome, Failure) and (not job.calls or self._is_unwanted(job.batch_id)):
+            job.fail_all(outcome)
         return outcome
 
-    def _item(self, position: int) -> Any:
-        if self._job.decode_again is not None and position in self._touched:
-            return self._job.decode_again(position)
-        self._touched.add(position)
-        return self._items[position]
-
-    def fitted(self, part: list[int]) -> None:
-        self._model.guard.row = 0
-        was_cut = len(part) < len(self.items)
-        self._model.ceiling.fitted(len(part), self._lengths_of(part), was_cut=was_cut)
-
-    def ran_out(self, part: list[int], failure: Failure) -> None:
-        release_memory()  # only now: where it was raised, frames still held tensors
-        self._model.ceiling.ran_out(len(part), self._lengths_of(part))
-        if len(part) == 1 or not self._model.may_rerun:
-            self.fail(part, failure)
-            self.shrink(part)  # if the device is full, and not this item to blame
-
-    def _lengths_of(self, items: Sequence[int]) -> list[float] | None:
-        return None if self._lengths is None else [self._lengths[position] for position in items]
+    def _run(self, job: Job, stage: Callable[[Job, list[int]], Any]) -> None:
+        """Run a stage of the whole batch."""
+        job.trouble = self.attempt(job, stage, job.items)
+        if job.trouble is not None:
+            job.prepared.clear()
 
 
 # -- what a model returned
@@ -527,21 +505,16 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
 
 def memory_of(outputs: Any) -> weakref.ref[Any] | None:
     """The array or tensor in whose memory the outputs lie, by the first of them."""
-    base = first_value(outputs)
-    if type(base) in PLAIN:
-        return None
-    array = getattr(sys.modules.get("numpy"), "ndarray", ())
-    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
-    owner = None
-    while isinstance(base, (array, tensor)):
-        owner, base = base, base._base if isinstance(base, tensor) else base.base
+    owner, base = None, first_value(outputs)
+    while type(base) not in _PLAIN and (module := array_module(base)) is not None:
+        owner, base = base, base.base if module.__name__ == "numpy" else base._base
     # Another base is memory that is shared, say.
     return None if owner is None or base is not None else weakref.ref(owner)
 
 
 def in_own_memory(result: Any) -> Any:
     """A copy of the result: a model may write to its outputs with its next call."""
-    if type(result) not in PLAIN:
+    if type(result) not in _PLAIN:
         with contextlib.suppress(Exception):  # of a user's class
             return copy.deepcopy(result)
     return result

@@ -89,15 +89,7 @@ class StepBatch:
     as take about one step, and always one, so that each gets its turn.
     """
 
-    def __init__(
-        self,
-        places: int,
-        max_cost: float = math.inf,
-        *,
-        may_rerun: bool = True,
-        has_costs: bool = False,
-    ) -> None:
-        self.has_costs = has_costs  # the model says what a state costs; else each costs 1
+    def __init__(self, places: int, max_cost: float, *, may_rerun: bool) -> None:
         self.deck: deque[StepRequest] = deque()
         self.running: list[StepRequest] = []  # in the order in which they began
         # How many may run, and how many may start in one call, learned from lack of memory. One
@@ -105,13 +97,12 @@ class StepBatch:
         self.memory = Ceiling(growth=0.0, asked=places)
         self.starts = Ceiling(growth=0.0, asked=places)
         self._awaits_end = False  # nothing starts before an item is over: they cost too much
-        self.evicted = 0  # states that were given up; whoever reports them sets it to 0
         self._places = places
         self._max_cost = max_cost
         self._may_rerun = may_rerun
         self._start_time = LearnedCost()
         self._step_time = 0.0  # seconds, lately; 0 while it is not known
-        self._new_cost = None if has_costs else 1.0  # of a new item's state, lately
+        self._new_cost: float | None = None  # of a new item's state, lately
         self._growth: float | None = None  # by how much that grows until it is done
 
     @property
@@ -131,8 +122,8 @@ class StepBatch:
         room = min(
             len(self.deck),
             self._most_in_time(),
-            self.starts.room(self._places),
-            self.memory.room(self._places) - running,
+            self.starts.room([1] * self._places),
+            self.memory.room([1] * self._places) - running,
         )
         return [self.deck.popleft() for _ in range(self._most_in_cost(int(room)))]
 
@@ -174,7 +165,7 @@ class StepBatch:
         self.running += requests
         if seconds is not None:
             self._start_time.observe(len(requests), seconds)
-            self.starts.fitted(len(requests))
+            self.starts.fitted([1] * len(requests))
 
     def learn_step(self, seconds: float) -> None:
         """A step took so many seconds, without an error."""
@@ -198,21 +189,18 @@ class StepBatch:
 
     def put_back(self, requests: Sequence[StepRequest]) -> None:
         """Before the others on deck, in this order. Their states are given up."""
-        given_up = set(requests)
-        left = [each for each in self.running if each not in given_up]
-        self.evicted += len(self.running) - len(left)
-        self.running = left
-        for request in reversed(requests):
+        self.running = [each for each in self.running if each not in requests]
+        for request in requests:
             request.outputs = []
-            self.deck.appendleft(request)
+        self.deck.extendleft(reversed(requests))
 
     def ran_out(self, others: int) -> None:
         """There was no memory for an item beside so many others."""
         if others:
-            self.memory.ran_out(others + 1, keep=others)
+            self.memory.ran_out([1] * (others + 1), keep=others)
         else:  # it does not fit, whoever runs: so it may have been the reason for the bounds
-            self.memory.ran_out(1)
-            self.starts.ran_out(1)
+            self.memory.ran_out([1])
+            self.starts.ran_out([1])
 
     def end(self, request: StepRequest) -> None:
         """It is over, wherever it is."""

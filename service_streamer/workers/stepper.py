@@ -28,10 +28,9 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import BadModelOutput, InvalidItems, SharedBatchError, WorkerLost
+from ..errors import BadModelOutput, SharedBatchError, WorkerLost
 from ..gpu.accelerators import release_memory
 from ..gpu.transfers import OnHost, results_on_host
-from ..managed_model import ManagedModel
 from ..observe.record import BatchReport, StepReport
 from ..reporting import quiet_log
 from .mending import Bisection, Invalid, Outcome, Returned
@@ -69,13 +68,8 @@ class _Stepper:
     def __init__(self, channel: Channel, model: LoadedModel, progress: Progress) -> None:
         assert model.managed is not None
         self.model = model
-        self.managed = managed = model.managed
-        self.batch = StepBatch(
-            model.places,
-            model.max_cost,
-            may_rerun=model.may_rerun,
-            has_costs=type(managed).cost is not ManagedModel.cost,
-        )
+        self.managed = model.managed
+        self.batch = StepBatch(model.places, model.max_cost, may_rerun=model.may_rerun)
         self.channel = channel
         self._progress = progress.stages
         self._report = StepReport()
@@ -87,12 +81,8 @@ class _Stepper:
 
     def drain(self) -> bool:
         """Receive what waits. Blocks if there is nothing to do; False at the end."""
-        channel = self.channel
-        while True:
-            if (self._has_worked or self._report.done) and not channel.is_waiting():
-                self._has_worked = False
-                return True
-            received = channel.receive()
+        while not (self._has_worked or self._report.done) or self.channel.is_waiting():
+            received = self.channel.receive()
             if received is None:
                 return False
             self._has_worked = True
@@ -101,6 +91,8 @@ class _Stepper:
             else:
                 self._take(received)
             del received  # it holds items, and would do so until the next comes
+        self._has_worked = False
+        return True
 
     def _take(self, received: tuple[Any, ...]) -> None:
         batch_id, items, failures, _ = self.channel.decode(received)
@@ -127,7 +119,6 @@ class _Stepper:
     def send(self) -> None:
         """Report the step, if there is something to report."""
         report, now = self._report, time.monotonic()
-        report.evicted, self.batch.evicted = report.evicted + self.batch.evicted, 0
         has_news = report.outputs or report.done or report.started or report.evicted
         if not has_news and not (report.size and now - self._sent_at >= SIGN_OF_LIFE):
             return
@@ -177,7 +168,7 @@ class _Stepper:
                 request.outputs.append(output)
         now = time.monotonic()
         report.duration = now - began
-        if not batch.evicted and not any(each.failure for each in running):
+        if not report.evicted and not any(each.failure for each in running):
             batch.learn_step(report.duration)
         for request in batch.running:
             if not request.is_stream:
@@ -191,7 +182,7 @@ class _Stepper:
         over = [each for each in batch.running if each.is_over]
         self._finish(over, now)
         if over:  # as many have run until one was done
-            batch.memory.fitted(size)
+            batch.memory.fitted([1] * size)
 
     def _results_of(self, parts: _Parts) -> dict[StepRequest, Any]:
         """Call the model. Those without a result have failed, or start again."""
@@ -203,7 +194,7 @@ class _Stepper:
     def _look_at_costs(self, requests: Sequence[StepRequest]) -> None:
         """Ask what the states cost now."""
         cost = self.managed.cost
-        for request in requests if self.batch.has_costs else ():
+        for request in requests:
             try:  # not by ``call``, since there are many of them in each step
                 request.cost = found = float(cost(request.state))
                 if not 0.0 <= found < float("inf"):
@@ -277,9 +268,6 @@ class _Stepper:
             outcome: Outcome = Returned(function(requests))
         except BaseException as error:
             outcome = outcome_of(error, self.model, requests[0].batch_id, len(requests))
-            if isinstance(error, InvalidItems) and isinstance(outcome, Failure):
-                # It names an item that there is not. That quotes no item, so all may read it.
-                outcome = Invalid(dict.fromkeys(range(len(requests)), outcome))
         self._write_progress([0] * len(requests))  # not if the worker ends: they are to blame
         self.channel.check_owner()
         return outcome
@@ -298,6 +286,7 @@ class _Stepper:
     def put_back(self, request: StepRequest) -> None:
         """The item starts again, later."""
         self.batch.put_back([request])
+        self._report.evicted += 1
         self.give_up_state(request)
 
     def give_up_state(self, request: StepRequest) -> None:
@@ -320,7 +309,6 @@ class _Parts(Bisection[StepRequest]):
     def __init__(self, stepper: _Stepper, requests: Sequence[StepRequest]) -> None:
         super().__init__(requests)
         self._stepper = stepper
-        self._may_rerun = stepper.model.may_rerun
         stepper.channel.last_sign_at = time.monotonic()
 
     @abstractmethod
@@ -354,10 +342,10 @@ class _Start(_Parts):
         batch = self._stepper.batch
         others = len(batch.running) + len(self.results)
         if len(part) > 1:
-            batch.starts.ran_out(len(part))
+            batch.starts.ran_out([1] * len(part))
         else:
             batch.ran_out(others)
-        if self._may_rerun and (others or len(part) > 1):
+        if self._stepper.model.may_rerun and (others or len(part) > 1):
             self.drop(self.items)
         else:
             self.fail(part, failure)
@@ -384,7 +372,7 @@ class _Step(_Parts):
         if youngest is not None:
             self._stepper.put_back(youngest)
             self.drop([youngest])
-        elif self._may_rerun and len(part) > 1:
+        elif self._stepper.model.may_rerun and len(part) > 1:
             self.shrink(part)
             # The youngest next: if they fail the others have more.
             left = set(self.items)

@@ -14,7 +14,6 @@ import collections
 import contextlib
 import faulthandler
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -144,15 +143,14 @@ class CodedChannel(Channel):
     def encode(self, report: BatchReport | StepReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
         if isinstance(report, BatchReport):
-            ids = itertools.repeat(report.batch_id, len(report.outputs))
-            report.failures |= self._encode(report.outputs, enumerate(ids))
+            keys = range(len(report.outputs))
+            report.failures |= self._encode(report.outputs, keys, report.batch_id)
             if self.link is not None:
                 report.released = self.link.lend(report.outputs)
             return
         for done in report.done:
             self.encode(done)
-        failures = self._encode(report.outputs, [(i, i) for i in report.outputs])
-        for batch_id, failure in failures.items():
+        for batch_id, failure in self._encode(report.outputs, [*report.outputs]).items():
             del report.outputs[batch_id]
             report.done = [each for each in report.done if each.batch_id != batch_id]
             report.done.append(BatchReport(batch_id, failure=failure))
@@ -161,28 +159,26 @@ class CodedChannel(Channel):
             report.released = self.link.lend(payloads)
             report.outputs = dict(zip(report.outputs, payloads, strict=True))
 
-    def _encode(self, outputs: Any, keys: Iterable[tuple[int, int]]) -> dict[int, Failure]:
+    def _encode(
+        self, outputs: Any, keys: Iterable[int], batch_id: int | None = None
+    ) -> dict[int, Failure]:
         """Encode in place, so that nothing holds what is encoded, or its blocks were not released.
 
-        ``keys`` are those of the outputs, each with its batch. Returns why some cannot be encoded.
+        Without a batch's id, keys are ids. Returns why some cannot be encoded.
         """
         encode, failures = self.codec.encode, {}
-        for key, batch_id in keys:
+        for key in keys:
             try:
                 outputs[key] = encode(outputs[key])
             except (Exception, SystemExit) as error:
-                failures[key] = self._unsendable(outputs[key], error, batch_id)
-                outputs[key] = None
+                self.guard.look(error, key if batch_id is None else batch_id)
+                cannot_send = self.cannot_send.format(kind=type(outputs[key]).__qualname__)
+                failed = ModelError(
+                    f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
+                )
+                failed.__cause__ = error
+                failures[key], outputs[key] = Failure.caught(failed), None
         return failures
-
-    def _unsendable(self, output: Any, error: BaseException, batch_id: int) -> Failure:
-        self.guard.look(error, batch_id)
-        cannot_send = self.cannot_send.format(kind=type(output).__qualname__)
-        failed = ModelError(
-            f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
-        )
-        failed.__cause__ = error
-        return Failure.caught(failed)
 
 
 def run_worker(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
@@ -349,16 +345,18 @@ def _load(
         pool.start()
     # If its module imports torch; a limit that the model sets itself comes later, and counts.
     is_limited = limit_memory(boot.sharers)
-    model = spec.load(place.gpu_id, attach=None if pool is None else pool.attach)
+    model = spec.load(place.gpu_id)
     if not is_limited:
         limit_memory(boot.sharers)
     if pool is not None:
         pool.wait_ready()
+        pool.attach(model)
     check_torch(place)
     channel.codec = spec.codec or channel.codec
     channel.cannot_send = spec.cannot_send
     model.moves_to_cpu = True
-    model.guard = channel.guard = Guard(may_end=True)
+    model.guard = channel.guard
+    model.guard.may_end = True
     if channel.link is not None:
         model.view = channel.link.view
         if isinstance(model.managed, Wrapper):
