@@ -147,16 +147,19 @@ def _troubles(of: Summary, bounds: StreamerOptions) -> Iterator[Finding]:
         )
     for number, ceiling in of.now.ceilings.items():
         if isinstance(ceiling, float):  # in items times the longest of them
-            option, bound = "max_batch_cost", bounds.max_batch_cost
-            most = f"a cost (items times the longest) of {ceiling:g} at once"
-        else:
-            option, bound = "batch_size", bounds.batch_size
-            most = f"{counted(ceiling, 'item')} at once, though batch_size is {bound}"
-        if bound is None or ceiling < bound:
+            if bounds.max_batch_cost is None or ceiling < bounds.max_batch_cost:
+                yield Finding(
+                    "ceiling",
+                    f"Worker {number} ran out of device memory and computes at most a cost (items "
+                    f"times the longest) of {ceiling:g} at once.",
+                    f"Set max_batch_cost to {ceiling:g}, or give the model more memory.",
+                )
+        elif ceiling < bounds.batch_size:
             yield Finding(
                 "ceiling",
-                f"Worker {number} ran out of device memory and computes at most {most}.",
-                f"Set {option} to {ceiling:g}, or give the model more memory.",
+                f"Worker {number} ran out of device memory and computes at most "
+                f"{counted(ceiling, 'item')} at once, though batch_size is {bounds.batch_size}.",
+                f"Set batch_size to {ceiling}, or give the model more memory.",
             )
     if of.share(Reason.AGAIN) >= _LITTLE:
         yield Finding(
@@ -337,22 +340,26 @@ def _stages(stages: tuple[float, ...], is_local: bool) -> Iterator[Finding]:
     before, forward, after = stages
     if max(before, after) <= forward:
         return
-    if before < after:
-        name = "postprocess"
+    where = f"preprocess {_time(before)}, forward {_time(forward)}, postprocess {_time(after)}"
+    if before >= after:
         advice = (
-            "Do more of it in forward on the device, return less for each item, or add workers."
+            "Make preprocess faster, or use a Streamer, whose preprocess_workers share it."
+            if is_local
+            else "Make preprocess faster, or raise preprocess_workers."
+        )
+        yield Finding(
+            "preprocess",
+            f"Preprocessing limits throughput: a batch takes {where} (with its way there and "
+            "back).",
+            advice,
         )
     else:
-        name = "preprocess"
-        advice = "Make preprocess faster, or raise preprocess_workers."
-        if is_local:
-            advice = "Make preprocess faster, or use a Streamer, whose preprocess_workers share it."
-    yield Finding(
-        name,
-        f"{name.capitalize()}ing limits throughput: a batch takes preprocess {_time(before)}, "
-        f"forward {_time(forward)}, postprocess {_time(after)} (with its way there and back).",
-        advice,
-    )
+        yield Finding(
+            "postprocess",
+            f"Postprocessing limits throughput: a batch takes {where} (with its way there and "
+            "back).",
+            "Do more of it in forward on the device, return less for each item, or add workers.",
+        )
 
 
 # -- models of steps
