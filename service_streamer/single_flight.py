@@ -305,7 +305,7 @@ class SingleFlight(PassThrough):
                 return  # another computation of it has failed meanwhile, so it was answered
             raise
         if outputs is not None:  # of the cache: nothing is to be undone if this is interrupted
-            caller.end().complete(outputs)
+            caller.end().end(outputs)
         elif call.is_watched and timeout is not None:
             self.timer.watch(caller)
 

@@ -300,7 +300,7 @@ def test_a_call_that_is_interrupted_is_neither_withdrawn_nor_lost() -> None:
     flights.submit("x")
     assert [call.items for call in flights.open] == [["x"]]
     flights.end(["X"])
-    interrupted = Mock(complete=Mock(side_effect=StreamerError("of a signal handler")))
+    interrupted = Mock(end=Mock(side_effect=StreamerError("of a signal handler")))
     with pytest.raises(StreamerError):
         flights.single.submit(Call("x", interrupted))
 
