@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import Mock
@@ -239,6 +240,17 @@ def test_what_would_start_again_too_late_fails() -> None:
     assert flights.open == []
     assert late.failure is not None
     assert late.failure.text == "PredictTimeout: no time left"
+
+
+def test_many_items_of_a_failed_computation_start_again_at_once() -> None:
+    flights = Flights()
+    items = "".join(map(chr, range(2000)))
+    for batch in (items + "\u2000", items):
+        flights.submit(batch)
+    begun = time.thread_time()
+    flights.end(ValueError("of one of them"))
+    assert time.thread_time() - begun < 0.5
+    assert len(flights.open) == len(items)
 
 
 def test_what_was_in_flight_when_the_cache_was_cleared_does_not_come_into_it() -> None:
