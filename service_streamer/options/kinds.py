@@ -204,11 +204,17 @@ def devices(*, none: str, auto: bool) -> Kind:
     def normalize(value: Any) -> Any:
         if not is_sequence(value):
             raise TypeError(f'must be a list or tuple of devices, "auto" or None; not {value!r}')
-        for device in value:
-            if isinstance(device, bool) or not isinstance(device, (int, str)):
-                raise TypeError
-        if not (len(value) and all(_DEVICE_NAME.fullmatch(str(device)) for device in value)):
+        if not len(value):
             raise ValueError
+        for device in value:
+            text = (
+                f"has the entry {device!r}, which must be a GPU number such as 0, a string such as "
+                '"0" or "GPU-1a2b", or "cpu"'
+            )
+            if isinstance(device, bool) or not isinstance(device, (int, str)):
+                raise TypeError(text)
+            if not _DEVICE_NAME.fullmatch(str(device)):
+                raise ValueError(text)
         return value
 
     words = 'GPU numbers such as 0,1, strings such as "GPU-1a2b", or cpu'
