@@ -140,13 +140,13 @@ def number(
     """A finite number above 0, or with ``zero`` of at least 0."""
 
     def normalize(value: Any) -> float:
-        if value > most:
+        if not value <= most:
             raise ValueError(f"must be {words}, and at most {most:.0e}; not {value}")
         return float(value)
 
     words = f"{noun} {'of at least' if zero else 'above'} 0"
     return Kind(
-        form, words, (float, numbers.Real), lambda value: bool(value > 0 or (zero and value == 0)),
+        form, words, (float, numbers.Real), lambda value: not value < 0 and (zero or value != 0),
         normalize, none, auto,
     )  # fmt: skip
 
