@@ -58,11 +58,11 @@ class Loop:
             workers are not killed for their batch, why not.
 
     Attributes:
-        unsent: batches, and orders about one: a slot, what, and the batch's id. Workers get them in
-            this order. Whoever comes by sends all of them, so that no thread overtakes one that was
+        unsent: batches, and orders about a batch: its slot, the order, and its id. Workers get them
+            in this order. A thread that sends one sends all, so it overtakes no thread that was
             stopped on its way. One is taken out when the transport has it, and not before: a signal
             handler may raise in between.
-        sending: held from the look at one of these until it is taken out. Reentrant, as ``lock``.
+        sending: held by the one thread that sends these. Reentrant, as ``lock``.
         open_calls: those that are accepted and not answered, in the order of their arrival. What
             they need and what workers hold is the truth from which ``settle`` derives the rest.
         is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
