@@ -30,7 +30,6 @@ kept for later callers.
 
 from __future__ import annotations
 
-import collections
 import copy
 import hashlib
 import logging
@@ -188,6 +187,7 @@ class Item:
     payload: Any  # as the backend gets it
     computation: Computation
     output: Any = _MISSING
+    wanted: int = 0  # by so many callers, and at how many positions
 
 
 @dataclass(slots=True, eq=False)
@@ -292,7 +292,9 @@ class SingleFlight(PassThrough):
                         caller.items.append(Item(key, payload, own, output))
                 outputs = caller.outputs()
             if outputs is None:
-                self._start(caller, own)
+                for computation in caller.computations:
+                    self._prolong(computation, caller.deadline)
+                self._start(own)
                 # A call that is flushed later must not hold up others. These may have joined, and
                 # flushed, before there was anything to flush.
                 if not call.more or len(own.callers) > 1:
@@ -305,14 +307,17 @@ class SingleFlight(PassThrough):
                 return  # another computation of it has failed meanwhile, so it was answered
             raise
         if outputs is not None:  # of the cache: nothing is to be undone if this is interrupted
-            caller.end().complete(outputs)
+            caller.end().end(outputs)
         elif call.is_watched and timeout is not None:
             self.timer.watch(caller)
 
-    def _join(self, caller: Caller, own: Computation, key: bytes | None, payload: Any) -> None:
+    def _join(
+        self, caller: Caller, own: Computation, key: bytes | None, payload: Any
+    ) -> Computation:
         """Have the caller wait for an item that is in flight, or for one of its own. Locked.
 
-        An interrupt may end it between any lines: what it has left behind, ``_leave`` finds.
+        Returns its computation. An interrupt may end it between any lines: what it has left behind,
+        ``_leave`` finds.
         """
         for item in reversed(self._items.get(key, ())):
             if self._serves(item.computation, own, caller.deadline):
@@ -322,8 +327,10 @@ class SingleFlight(PassThrough):
             own.items.append(item)
             if key is not None:
                 self._items.setdefault(key, []).append(item)
+        item.wanted += 1
         caller.items.append(item)
         item.computation.callers[caller] = None
+        return item.computation
 
     def _serves(self, computation: Computation, own: Computation, deadline: float) -> bool:
         """Whether a caller that waits until the deadline fares as well as with its own."""
@@ -360,8 +367,8 @@ class SingleFlight(PassThrough):
             self._inner.withdraw(call, has_expired=has_expired)
 
     def _time_ended(self, caller: Caller) -> None:
-        late = Failure(self._inner.late(caller.call.timeout))
-        self._hand_out(self._leave(caller, has_expired=True), late)
+        reply = self._leave(caller, has_expired=True)
+        self._hand_out(reply, Failure(self._inner.late(caller.call.timeout)))
 
     def _leave(self, caller: Caller, *, has_expired: bool = False, is_cancel: bool = False) -> Any:
         """A caller no longer waits; returns its reply, None if it stays or was over.
@@ -377,7 +384,9 @@ class SingleFlight(PassThrough):
                 and any(each.is_running and len(each.callers) == 1 for each in computations)
             ):
                 return None
-            reply = caller.end()
+            items, reply = caller.items, caller.end()
+            for item in items:
+                item.wanted -= 1
             for each in computations:
                 each.callers.pop(caller, None)
             abandoned = [each for each in computations if not (each.is_over or each.callers)]
@@ -407,20 +416,18 @@ class SingleFlight(PassThrough):
                 self._items[item.key] = others
         return items, callers
 
-    def _start(self, caller: Caller, own: Computation) -> None:
-        """Have all computed that a caller has joined; call ``flush`` next.
+    def _start(self, computation: Computation) -> None:
+        """Submit it, unless it has no items; call ``flush`` next.
 
-        If its own computation has no caller by then, it is withdrawn, or empty.
+        It is withdrawn if its last caller has left by then.
         """
-        for computation in caller.computations:
-            self._prolong(computation, caller.deadline)
-        if own.is_over:
+        if computation.is_over:
             return
-        timeout = None if own.until == math.inf else own.until - self._clock()
-        payloads = [item.payload for item in own.items]
-        self._inner.submit(Call(payloads, own, timeout, own.options, more=True))
-        if own.is_over and own.call is not None:
-            self._inner.withdraw(own.call)
+        timeout = None if computation.until == math.inf else computation.until - self._clock()
+        payloads = [item.payload for item in computation.items]
+        self._inner.submit(Call(payloads, computation, timeout, computation.options, more=True))
+        if computation.is_over and computation.call is not None:
+            self._inner.withdraw(computation.call)
 
     def answer(self, computation: Computation, outputs: list[Any]) -> None:
         """A computation succeeded."""
@@ -429,10 +436,9 @@ class SingleFlight(PassThrough):
                 return
             cache = None if computation.is_stale else self._cache
             items, callers = self._end(computation)
-            wanted = collections.Counter(item for caller in callers for item in caller.items)
             for item, output in zip(items, outputs, strict=True):
-                self.deduplicated += max(0, wanted[item] - 1)
-                if cache is not None or wanted[item] > 1:
+                self.deduplicated += max(0, item.wanted - 1)
+                if cache is not None or item.wanted > 1:
                     output = SharedOutput(output) if self._copies else shareable(output)
                 if cache is not None and item.key is not None:
                     cache[item.key] = output
@@ -462,28 +468,32 @@ class SingleFlight(PassThrough):
                 waiting = [caller for caller in callers if not caller.is_over]
                 waiting.sort(key=_urgency)
                 restarted = [
-                    (caller, again)
-                    for caller in waiting for again in self._join_again(caller, computation)
+                    (caller, *entry)
+                    for caller in waiting for entry in self._join_again(caller, computation)
                 ]  # fmt: skip
-            for caller, again in restarted:
+            for caller, again, joined in restarted:
                 try:
-                    self._start(caller, again)
+                    self._prolong(joined, caller.deadline)
+                    self._start(again)
                 except (Exception, SystemExit) as error:  # which may be of the user's ``length``
                     failing.append((again, Failure(error.with_traceback(None))))
             if restarted:
                 self._inner.flush()
 
-    def _join_again(self, caller: Caller, computation: Computation) -> list[Computation]:
+    def _join_again(
+        self, caller: Caller, computation: Computation
+    ) -> list[tuple[Computation, Computation]]:
         """Have a caller wait for what it does not get of a computation: each item by itself.
 
-        Returns the new computations for these, empty where it has joined another one. Locked.
+        Returns for each a new computation, empty if it has joined another one, and the one that it
+        has joined. Locked.
         """
         restarted = []
         items, caller.items = caller.items, []
         for item in items:
             if item.computation is computation and item.output is _MISSING:
-                restarted.append(self._computation(caller))
-                self._join(caller, restarted[-1], item.key, item.payload)
+                again = self._computation(caller)
+                restarted.append((again, self._join(caller, again, item.key, item.payload)))
             else:
                 caller.items.append(item)
         return restarted

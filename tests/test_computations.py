@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import Mock
@@ -241,6 +242,17 @@ def test_what_would_start_again_too_late_fails() -> None:
     assert late.failure.text == "PredictTimeout: no time left"
 
 
+def test_many_items_of_a_failed_computation_start_again_at_once() -> None:
+    flights = Flights()
+    items = "".join(map(chr, range(2000)))
+    for batch in (items + "\u2000", items):
+        flights.submit(batch)
+    begun = time.thread_time()
+    flights.end(ValueError("of one of them"))
+    assert time.thread_time() - begun < 0.5
+    assert len(flights.open) == len(items)
+
+
 def test_what_was_in_flight_when_the_cache_was_cleared_does_not_come_into_it() -> None:
     flights = Flights(cache={})
     for is_cleared in (True, False):
@@ -300,7 +312,7 @@ def test_a_call_that_is_interrupted_is_neither_withdrawn_nor_lost() -> None:
     flights.submit("x")
     assert [call.items for call in flights.open] == [["x"]]
     flights.end(["X"])
-    interrupted = Mock(complete=Mock(side_effect=StreamerError("of a signal handler")))
+    interrupted = Mock(end=Mock(side_effect=StreamerError("of a signal handler")))
     with pytest.raises(StreamerError):
         flights.single.submit(Call("x", interrupted))
 

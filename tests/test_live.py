@@ -128,7 +128,7 @@ def test_lifecycle_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert told[0] == ("INFO", "worker 0 is ready")
     assert told[1][0] == "WARNING"
-    assert f"worker 0 (pid {pid}) died: killed by SIGKILL" in told[1][1]
+    assert f"worker 0 (pid {pid}) died: " in told[1][1]
     assert told[1][1].endswith("; it is started again")
     assert told[2] == ("INFO", "worker 0 is ready")
     assert told[-1] == ("INFO", "the workers have ended")

@@ -441,7 +441,7 @@ def answer(calls: Sequence[Call]) -> None:
                 waiters.append(reply)
             elif kind is LoopReply:
                 mailboxes.add(reply.put(outcome))
-            elif reply is not None:  # else it was answered just now: the state was in doubt
+            elif reply is not None:  # else it is answered already
                 reply.end(outcome)
         except BaseException:
             # A callback of a user's may raise anything, SystemExit too. Others wait for their

@@ -8,7 +8,7 @@ transport.wait ◀──── BatchReport ─────── one per batch
 
 The lock guards the calls, what is on its way to workers, and how all that stands. It is held for a
 few microseconds only: no I/O, no pickling, no logging, no code of users and no completing of
-futures happens under it.
+futures happens under it. One thread that waits alone is woken under it, which releases a lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..reporting import counted, quiet_log, report_bug, summary
 from ..supervision.supervisor import Loss, backoff
 from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
-from .backend import Mailbox, answer
+from .backend import BlockingReply, Mailbox, answer
 from .fleet import EngineState, Fleet, FleetEvent
 from .threads import AtExit, is_owned, rest_if_copied
 
@@ -58,11 +58,11 @@ class Loop:
             workers are not killed for their batch, why not.
 
     Attributes:
-        unsent: batches, and orders about one: a slot, what, and the batch's id. Workers get them in
-            this order. Whoever comes by sends all of them, so that no thread overtakes one that was
+        unsent: batches, and orders about a batch: its slot, the order, and its id. Workers get them
+            in this order. A thread that sends one sends all, so it overtakes no thread that was
             stopped on its way. One is taken out when the transport has it, and not before: a signal
             handler may raise in between.
-        sending: held from the look at one of these until it is taken out. Reentrant, as ``lock``.
+        sending: held by the one thread that sends these. Reentrant, as ``lock``.
         open_calls: those that are accepted and not answered, in the order of their arrival. What
             they need and what workers hold is the truth from which ``settle`` derives the rest.
         is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
@@ -280,7 +280,7 @@ class Loop:
         failures = 0  # in a row
         events: list[WorkerEvent] = []
         try:
-            timeout: float | None = 0.0
+            timeout = self._time_to_wait()
             while timeout is not None:
                 try:
                     # No operating system waits for years at once.
@@ -370,6 +370,8 @@ class Loop:
                 now = self.clock()
                 if len(events) > 1:
                     fleet.foresee(events)
+                elif events and isinstance(events[0], BatchReport):
+                    self._answer_alone(events[0])
                 for event in events:
                     if isinstance(event, StepReport):
                         parts += batcher.scheduler.stepped(event, now)
@@ -398,6 +400,17 @@ class Loop:
             self._look_after_workers(rest)
             timeout = self._time_to_wait()
         return timeout
+
+    def _answer_alone(self, report: BatchReport) -> None:
+        """Let the thread go on whose results are all that a batch brings. Locked.
+
+        Until it runs, this thread learns from the batch. Many threads would wake up too early, and
+        wait for the interpreter lock.
+        """
+        call = self.batcher.answered_alone(report)
+        if call is not None and type(call.reply) is BlockingReply:
+            reply, call.reply = call.reply, None
+            reply.end(report.outputs)
 
     def _look_after_workers(self, rest: Sequence[Actions]) -> None:
         """Do what happens seldom: end and start workers, and log.

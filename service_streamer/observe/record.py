@@ -66,9 +66,10 @@ class CallOptions(NamedTuple):
         return CallOptions(check_priority(self.priority), check_tenant(self.tenant), *self[2:])
 
     def serves(self, other: CallOptions) -> bool:
-        """Whether an item that waits with these goes as soon as with others: see single flight.
+        """Whether an item that waits with these goes no later than with ``other``.
 
-        Of two deadlines the nearer one goes first. What is not compared here has to be equal.
+        The deadlines themselves are for the caller to compare: the nearer one goes first. Options
+        that are not compared here have to be equal.
         """
         if self is other:
             return True

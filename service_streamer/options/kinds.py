@@ -140,13 +140,13 @@ def number(
     """A finite number above 0, or with ``zero`` of at least 0."""
 
     def normalize(value: Any) -> float:
-        if value > most:
+        if not value <= most:
             raise ValueError(f"must be {words}, and at most {most:.0e}; not {value}")
         return float(value)
 
     words = f"{noun} {'of at least' if zero else 'above'} 0"
     return Kind(
-        form, words, (float, numbers.Real), lambda value: bool(value > 0 or (zero and value == 0)),
+        form, words, (float, numbers.Real), lambda value: not value < 0 and (zero or value != 0),
         normalize, none, auto,
     )  # fmt: skip
 
@@ -204,11 +204,17 @@ def devices(*, none: str, auto: bool) -> Kind:
     def normalize(value: Any) -> Any:
         if not is_sequence(value):
             raise TypeError(f'must be a list or tuple of devices, "auto" or None; not {value!r}')
-        for device in value:
-            if isinstance(device, bool) or not isinstance(device, (int, str)):
-                raise TypeError
-        if not (len(value) and all(_DEVICE_NAME.fullmatch(str(device)) for device in value)):
+        if not len(value):
             raise ValueError
+        for device in value:
+            text = (
+                f"has the entry {device!r}, which must be a GPU number such as 0, a string such as "
+                '"0" or "GPU-1a2b", or "cpu"'
+            )
+            if isinstance(device, bool) or not isinstance(device, (int, str)):
+                raise TypeError(text)
+            if not _DEVICE_NAME.fullmatch(str(device)):
+                raise ValueError(text)
         return value
 
     words = 'GPU numbers such as 0,1, strings such as "GPU-1a2b", or cpu'
