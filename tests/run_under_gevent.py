@@ -7,14 +7,21 @@ from gevent import monkey
 if __name__ == "__main__":  # and not in the workers, which import this file again
     monkey.patch_all()
 
+    import os
     import sys
 
     import gevent
     import pytest
 
     gevent.sleep(0.001)  # so that the loop has its descriptors before the leak guard counts
-    # Its fork does so after the first fork, and waits for ever for a child that has ended by then.
-    gevent.get_hub().loop.install_sigchld()
+    fork = os.fork
+
+    def fork_in_time() -> int:
+        # Its own begins to listen after the first fork: for ever, if that child has ended by then.
+        gevent.get_hub().loop.install_sigchld()
+        return fork()
+
+    os.fork = fork_in_time
 
     def is_for_gevent(item: pytest.Function) -> bool:
         # A gate blocks in the operating system, and with it every greenlet of the process.
