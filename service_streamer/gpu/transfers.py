@@ -210,7 +210,7 @@ class StageTimer:
         self._seconds = 0.0
         #: Of each device that is in use: its number, and the events before and after the work.
         self._events: list[tuple[int, Any, Any]] = []
-        self.began_at = time.monotonic()
+        self._began_at = time.monotonic()
         self._kind: Any = kind_in_use()
         if self._kind is not None:
             # A device that failed: the model's next call finds out, and says more about it.
@@ -224,7 +224,7 @@ class StageTimer:
 
     def stop(self) -> None:
         """The stage has done its work for the batch, or launched it."""
-        self._seconds = time.monotonic() - self.began_at
+        self._seconds = time.monotonic() - self._began_at
         try:
             for device, _, end in self._events:
                 end.record(self._kind.torch.current_stream(device))
