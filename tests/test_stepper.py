@@ -424,9 +424,10 @@ def test_a_step_that_names_an_item_that_there_is_not_says_so_to_each() -> None:
         def step(self, states: Any) -> Any:
             raise InvalidItems({len(states): ValueError("bad")})
 
-    channel = served(loaded(Miscounts), [item(2), item(2)])
+    model = loaded(Miscounts, may_rerun=False)
+    channel = served(model, [item(2), item(2)])
     assert set(channel.results.values()) == {"BadModelOutput"}
-    assert "InvalidItems names item 1, but the model was called with 1" in (
+    assert "InvalidItems names item 2, but the model was called with 2" in (
         channel.ends[0].failures[0].text
     )
 
@@ -541,6 +542,13 @@ def test_as_many_start_as_the_cost_allows(max_cost: float, starts: list[int]) ->
     assert channel.results == {i: [0, 1, 2] for i in range(9)}
     assert sizes_of(model, "start") == starts
     assert max(sizes_of(model, "step")) == max(1, min(4, max_cost // 12))
+
+
+def test_the_states_of_a_model_without_cost_cost_one_each_from_the_start() -> None:
+    plain = type("Plain", (Counting,), {"cost": ManagedModel.cost})
+    model = loaded(plain, max_batch_cost=3)
+    served(model, [item(2) for _ in range(4)])
+    assert sizes_of(model, "start") == [3, 1]
 
 
 def test_a_bound_of_lack_of_memory_is_raised_by_one_after_32_steps_at_it() -> None:
