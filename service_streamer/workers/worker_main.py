@@ -349,8 +349,8 @@ def _load(
     if not is_limited:
         limit_memory(boot.sharers)
     if pool is not None:
-        pool.wait_ready()
         pool.attach(model)
+        pool.wait_ready()
     check_torch(place)
     channel.codec = spec.codec or channel.codec
     channel.cannot_send = spec.cannot_send
