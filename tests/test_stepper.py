@@ -20,7 +20,6 @@ from service_streamer import InvalidItems, ManagedModel, ThreadedStreamer
 from service_streamer.workers.model_spec import check_model
 from service_streamer.workers.protocol import Progress
 from service_streamer.workers.runner import DeviceFailed
-from stage_models import ForwardOnly
 from step_models import Counting, NoRoomError, Turns, item, loaded, served
 from worker_loop import Clock, run, with_guard
 
@@ -48,11 +47,6 @@ def sizes_of(model: Any, name: str) -> list[int]:
 
 
 # -- what is a model of steps
-
-
-def test_start_and_step_make_a_model_of_steps() -> None:
-    assert loaded(places=7).places == 7
-    assert loaded(ForwardOnly, 7).places == 0
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class Job(Bisection[int]):
         super().__init__((i for i in positions if i not in failures) if failures else positions)
         self.failures = failures
         self.decoded = items
-        self._positions = self.items  # of these
+        self._positions = self.items  # of ``decoded``; ``items`` becomes another list
         self._touched: list[int] = []  # items that the model has had, and may have written to
         self._lengths: dict[int, float] = {}  # of the items, once they are needed
         #: What ``preprocess`` made of the parts in which the batch is probably computed, mostly of
@@ -120,7 +120,7 @@ class Job(Bisection[int]):
         #: Of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
         self.seconds = [0.0, 0.0, 0.0]
         self._stages, self._model = stages, stages.model
-        self.data: Any = None  # what the last stage has made of the items in it
+        self.data: Any = None  # what the last stage made of its items
         self.trouble: Outcome | None = None  # why a stage could not, of all items
         self.named = 0  # how many items are in a call, if the model knows them by their positions
         self.failure: Failure | None = None  # why the batch failed
@@ -170,7 +170,7 @@ class Job(Bisection[int]):
         """Compute it in as many runs as it takes."""
         model, known = self._model, self.trouble
         self._stages.channel.last_sign_at = self.started_at  # the run before took its time, too
-        self._lengths = {}  # since preprocess another batch may have found that there are none
+        self._lengths = {}  # another batch may have found since that they are unknown
         lengths = self._lengths_of(self.items)
         model.ceiling.begin(lengths)
         part = self.next_part()
@@ -178,7 +178,7 @@ class Job(Bisection[int]):
             self.ran_out(part, known.failure)
             self.fail(self.items, known.failure)
         if len(part) < len(self.items):
-            known = None  # of which part it holds is not known: each of them will tell
+            known = None  # which part it applies to is not known: each is run
         self.runs = self.run_all(may_rerun=bool(self.calls), known=known)
         self.data = [*self.results.values()]  # the parts go from left to right
 
@@ -211,7 +211,7 @@ class Job(Bisection[int]):
             self.shrink(part)  # if the device is full, and not this item to blame
 
     def _lengths_of(self, items: list[int]) -> list[float]:
-        """Comes before the ceiling is used: where no lengths are known, that is a new one."""
+        """Call it before the ceiling is used: if lengths turn out unknown, that is replaced."""
         if not self._lengths:
             lengths = self._model.lengths(self.decoded)
             self._lengths = dict(zip(self._positions, lengths, strict=True))
