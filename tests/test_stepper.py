@@ -269,10 +269,6 @@ def test_a_step_that_raises_and_runs_out_of_memory_then_is_taken_once_by_each() 
     assert all(outputs == [0, 1, 2] for outputs in channel.outputs.values())
 
 
-def test_all_start_at_once_while_nothing_runs_that_would_wait() -> None:
-    assert [step.started for step in timed([item(1)] * 9, places=9).steps] == [9]
-
-
 def test_a_first_start_that_compiles_holds_up_later_ones_only_for_a_while() -> None:
     class Compiles(Timed):
         clock = Clock()
