@@ -120,6 +120,24 @@ def test_valid_items_are_as_they_were_sent_when_they_are_preprocessed_again(toge
         assert report.outputs == [20, None, 40]
 
 
+def test_items_are_as_they_were_sent_when_they_are_preprocessed_in_smaller_parts() -> None:
+    class Writes(Staged):
+        out_of_memory_errors = (OverflowError,)
+
+        def preprocess(self, items: list[Any]) -> list[Any]:
+            return [item.__iadd__(1) for item in items]
+
+        def forward(self, batch: list[Any]) -> list[Any]:
+            if len(batch) > 1:
+                raise OverflowError
+            return super().forward(batch)
+
+    worker = loaded(Writes)
+    worker.ceiling.limit = 2
+    (report,) = Copies([np.array(each) for each in range(4)]).serve(worker)
+    assert report.outputs == [10, 20, 30, 40]
+
+
 class Wrong(Staged):
     def init_model(self, *positions: Any) -> None:  # type: ignore[override]
         super().init_model()

@@ -20,7 +20,6 @@ from service_streamer import InvalidItems, ManagedModel, ThreadedStreamer
 from service_streamer.workers.model_spec import check_model
 from service_streamer.workers.protocol import Progress
 from service_streamer.workers.runner import DeviceFailed
-from stage_models import ForwardOnly
 from step_models import Counting, NoRoomError, Turns, item, loaded, served
 from worker_loop import Clock, run, with_guard
 
@@ -48,11 +47,6 @@ def sizes_of(model: Any, name: str) -> list[int]:
 
 
 # -- what is a model of steps
-
-
-def test_start_and_step_make_a_model_of_steps() -> None:
-    assert loaded(places=7).places == 7
-    assert loaded(ForwardOnly, 7).places == 0
 
 
 @pytest.mark.parametrize(
@@ -275,10 +269,6 @@ def test_a_step_that_raises_and_runs_out_of_memory_then_is_taken_once_by_each() 
     assert all(outputs == [0, 1, 2] for outputs in channel.outputs.values())
 
 
-def test_all_start_at_once_while_nothing_runs_that_would_wait() -> None:
-    assert [step.started for step in timed([item(1)] * 9, places=9).steps] == [9]
-
-
 def test_a_first_start_that_compiles_holds_up_later_ones_only_for_a_while() -> None:
     class Compiles(Timed):
         clock = Clock()
@@ -424,9 +414,10 @@ def test_a_step_that_names_an_item_that_there_is_not_says_so_to_each() -> None:
         def step(self, states: Any) -> Any:
             raise InvalidItems({len(states): ValueError("bad")})
 
-    channel = served(loaded(Miscounts), [item(2), item(2)])
+    model = loaded(Miscounts, may_rerun=False)
+    channel = served(model, [item(2), item(2)])
     assert set(channel.results.values()) == {"BadModelOutput"}
-    assert "InvalidItems names item 1, but the model was called with 1" in (
+    assert "InvalidItems names item 2, but the model was called with 2" in (
         channel.ends[0].failures[0].text
     )
 
@@ -541,6 +532,13 @@ def test_as_many_start_as_the_cost_allows(max_cost: float, starts: list[int]) ->
     assert channel.results == {i: [0, 1, 2] for i in range(9)}
     assert sizes_of(model, "start") == starts
     assert max(sizes_of(model, "step")) == max(1, min(4, max_cost // 12))
+
+
+def test_the_states_of_a_model_without_cost_cost_one_each_from_the_start() -> None:
+    plain = type("Plain", (Counting,), {"cost": ManagedModel.cost})
+    model = loaded(plain, max_batch_cost=3)
+    served(model, [item(2) for _ in range(4)])
+    assert sizes_of(model, "start") == [3, 1]
 
 
 def test_a_bound_of_lack_of_memory_is_raised_by_one_after_32_steps_at_it() -> None:

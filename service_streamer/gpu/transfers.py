@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
@@ -28,6 +27,9 @@ from typing import Any, Generic, TypeVar, cast
 from .accelerators import TORCH_KINDS, Accelerator, kind_in_use
 
 T = TypeVar("T")
+
+#: By torch's module, purpose and device: a GPU copies both ways at once.
+_streams: dict[tuple[Any, str, int], Any] = {}
 
 
 def to_pinned(batch: T) -> T:
@@ -62,6 +64,7 @@ def to_device(batch: T, device: Any) -> T:
     module = kind.torch
     number = module.current_device() if device.index is None else device.index
     current, copies = module.current_stream(number), stream_of(module, "to GPU", number)
+    moved: list[Any] = []
 
     def move(tensor: Any) -> Any:
         if tensor.device.type != "cpu" or not _is_plain(tensor):
@@ -71,10 +74,12 @@ def to_device(batch: T, device: Any) -> T:
         with module.stream(copies):
             tensor = pinned.to(device, non_blocking=True)
         tensor.record_stream(current)  # or the next copy may get its memory, while this computes
+        moved.append(tensor)
         return tensor
 
     batch = _map_tensors(batch, move)
-    current.wait_stream(copies)
+    if moved:  # else it would wait for another thread's copies
+        current.wait_stream(copies)
     return batch
 
 
@@ -156,10 +161,12 @@ def first_value(outputs: Any) -> Any:
     return first
 
 
-@functools.cache
-def stream_of(module: Any, purpose: str, device: int) -> Any:  # noqa: ARG001 - each has its own
-    """A device's stream for one purpose, of torch's module: a GPU copies both ways at once."""
-    return module.Stream(device)
+def stream_of(module: Any, purpose: str, device: int) -> Any:
+    """A device's stream for one purpose, of torch's module, made at its first use."""
+    key = module, purpose, device
+    if key not in _streams:  # of two threads that make one, both get the first
+        _streams.setdefault(key, module.Stream(device))
+    return _streams[key]
 
 
 def _pin(tensor: Any) -> Any:
@@ -210,7 +217,7 @@ class StageTimer:
         self._seconds = 0.0
         #: Of each device that is in use: its number, and the events before and after the work.
         self._events: list[tuple[int, Any, Any]] = []
-        self.began_at = time.monotonic()
+        self._began_at = time.monotonic()
         self._kind: Any = kind_in_use()
         if self._kind is not None:
             # A device that failed: the model's next call finds out, and says more about it.
@@ -224,7 +231,7 @@ class StageTimer:
 
     def stop(self) -> None:
         """The stage has done its work for the batch, or launched it."""
-        self._seconds = time.monotonic() - self.began_at
+        self._seconds = time.monotonic() - self._began_at
         try:
             for device, _, end in self._events:
                 end.record(self._kind.torch.current_stream(device))

@@ -85,7 +85,7 @@ class Bisection(ABC, Generic[T]):
         self._most_calls = self._most_items = 0  # in a part; 0 for no bound
 
     def call_of(self, item: T) -> object:
-        """The call that the item is of; without a definition, each has its own."""
+        """The call of the item; without a definition, each item is a call of its own."""
         return item
 
     def room(self, items: list[T]) -> int:

@@ -86,9 +86,10 @@ class PreprocessPool:
                     raise event.failure.exception()
 
     def attach(self, model: LoadedModel) -> None:
-        """Stand in for the ``preprocess`` of this model, which has one if processes are ready."""
-        assert model.managed is not None
-        self._collate, model.preprocess = model.managed.collate, self
+        """Stand in for the ``preprocess`` of this model. Raises TypeError: it has none."""
+        managed: Any = model.managed
+        check_preprocess(model.predict if managed is None else type(managed))
+        self._collate, model.preprocess = managed.collate, self
 
     def __call__(self, items: Any) -> Any:
         """Preprocess a batch. Raises whatever ``preprocess`` or ``collate`` raises.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
-from ..gpu.accelerators import release_memory
+from ..gpu.accelerators import kind_in_use, release_memory
 from ..gpu.device_errors import is_out_of_memory
 from ..gpu.transfers import OnHost, StageTimer, first_value, results_on_host
 from ..managed_model import array_module
@@ -101,18 +101,6 @@ class Job(Bisection[int]):
     thread. If that fails, or is too large, a part at a time goes through all stages.
     """
 
-    data: Any = None  # what the last stage has made of the items in it
-    trouble: Outcome | None = None  # why a stage could not, of all items
-    named = 0  # how many items are in a call, if the model knows them by their positions
-    failure: Failure | None = None  # why the batch failed
-    runs = 0  # more of them, to find the calls on which the model raises
-    #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
-    memory: weakref.ref[Any] | None = None
-    timer: StageTimer | None = None  # measures ``forward``
-    started_at = 0.0  # when the model began with it, of the monotonic clock
-    encoding = 0.0  # seconds
-    _owners: Sequence[int] = ()  # by position the number of an item's call, once needed
-
     def __init__(self, stages: Stages, received: tuple[Any, ...]) -> None:
         began = time.monotonic()
         self.batch_id, items, failures, self._decode_again = stages.channel.decode(received)
@@ -123,7 +111,7 @@ class Job(Bisection[int]):
         super().__init__((i for i in positions if i not in failures) if failures else positions)
         self.failures = failures
         self.decoded = items
-        self._positions = self.items  # of these
+        self._positions = self.items  # of ``decoded``; ``items`` becomes another list
         self._touched: list[int] = []  # items that the model has had, and may have written to
         self._lengths: dict[int, float] = {}  # of the items, once they are needed
         #: What ``preprocess`` made of the parts in which the batch is probably computed, mostly of
@@ -132,6 +120,17 @@ class Job(Bisection[int]):
         #: Of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
         self.seconds = [0.0, 0.0, 0.0]
         self._stages, self._model = stages, stages.model
+        self.data: Any = None  # what the last stage made of its items
+        self.trouble: Outcome | None = None  # why a stage could not, of all items
+        self.named = 0  # how many items are in a call, if the model knows them by their positions
+        self.failure: Failure | None = None  # why the batch failed
+        self.runs = 0  # more of them, to find the calls on which the model raises
+        #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
+        self.memory: weakref.ref[Any] | None = None
+        self.timer: StageTimer | None = None  # measures ``forward``, where a GPU is in use
+        self.started_at = 0.0  # when the model began with it, of the monotonic clock
+        self.encoding = 0.0  # seconds
+        self._owners: Sequence[int] = ()  # by position the number of an item's call, once needed
 
     def take(self, part: list[int]) -> list[Any]:
         """The items at these positions: decoded again if the model may have written to them."""
@@ -171,7 +170,7 @@ class Job(Bisection[int]):
         """Compute it in as many runs as it takes."""
         model, known = self._model, self.trouble
         self._stages.channel.last_sign_at = self.started_at  # the run before took its time, too
-        self._lengths = {}  # since preprocess another batch may have found that there are none
+        self._lengths = {}  # another batch may have found since that they are unknown
         lengths = self._lengths_of(self.items)
         model.ceiling.begin(lengths)
         part = self.next_part()
@@ -179,7 +178,7 @@ class Job(Bisection[int]):
             self.ran_out(part, known.failure)
             self.fail(self.items, known.failure)
         if len(part) < len(self.items):
-            known = None  # of which part it holds is not known: each of them will tell
+            known = None  # which part it applies to is not known: each is run
         self.runs = self.run_all(may_rerun=bool(self.calls), known=known)
         self.data = [*self.results.values()]  # the parts go from left to right
 
@@ -212,7 +211,7 @@ class Job(Bisection[int]):
             self.shrink(part)  # if the device is full, and not this item to blame
 
     def _lengths_of(self, items: list[int]) -> list[float]:
-        """Comes before the ceiling is used: where no lengths are known, that is a new one."""
+        """Call it before the ceiling is used: if lengths turn out unknown, that is replaced."""
         if not self._lengths:
             lengths = self._model.lengths(self.decoded)
             self._lengths = dict(zip(self._positions, lengths, strict=True))
@@ -335,8 +334,10 @@ class Stages:
         if not job.items:
             return
         self.progress[FORWARD] = job.batch_id + 1
-        job.timer = StageTimer()
-        job.started_at = job.started_at or job.timer.began_at
+        began = time.monotonic()
+        job.started_at = job.started_at or began
+        if kind_in_use() is not None:
+            job.timer = StageTimer()
         self.launched.add(job.batch_id)
         in_parts = job.trouble is not None or len(job.prepared) > 1 or self.model.ceiling.limit
         if not in_parts:
@@ -344,7 +345,10 @@ class Stages:
             in_parts = job.trouble is not None
         if in_parts and job.items:
             job.compute_in_parts()
-        job.timer.stop()
+        if job.timer is not None:
+            job.timer.stop()
+        else:
+            job.seconds[FORWARD] += time.monotonic() - began
         self.channel.check_owner()  # in a fork no other thread would answer
         self.progress[FORWARD] = 0
 
@@ -368,8 +372,8 @@ class Stages:
         return is_finished
 
     def _results_apart(self, job: Job, part: list[int]) -> list[Any]:
-        assert job.timer is not None
-        with job.timer.following() if self.model.moves_to_cpu else contextlib.nullcontext():
+        timer = job.timer if self.model.moves_to_cpu else None
+        with contextlib.nullcontext() if timer is None else timer.following():
             return self.results(job, part)
 
     def _answer(self, job: Job, *, is_overlapped: bool) -> None:

@@ -89,7 +89,9 @@ class StepBatch:
     as take about one step, and always one, so that each gets its turn.
     """
 
-    def __init__(self, places: int, max_cost: float, *, may_rerun: bool) -> None:
+    def __init__(
+        self, places: int, max_cost: float, *, may_rerun: bool, new_cost: float | None
+    ) -> None:
         self.deck: deque[StepRequest] = deque()
         self.running: list[StepRequest] = []  # in the order in which they began
         # How many may run, and how many may start in one call, learned from lack of memory. One
@@ -102,7 +104,7 @@ class StepBatch:
         self._may_rerun = may_rerun
         self._start_time = LearnedCost()
         self._step_time = 0.0  # seconds, lately; 0 while it is not known
-        self._new_cost: float | None = None  # of a new item's state, lately
+        self._new_cost = new_cost  # of a new item's state, lately; None while it is not known
         self._growth: float | None = None  # by how much that grows until it is done
 
     @property

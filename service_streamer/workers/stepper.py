@@ -28,9 +28,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import BadModelOutput, SharedBatchError, WorkerLost
+from ..errors import BadModelOutput, InvalidItems, SharedBatchError, WorkerLost
 from ..gpu.accelerators import release_memory
 from ..gpu.transfers import OnHost, results_on_host
+from ..managed_model import ManagedModel
 from ..observe.record import BatchReport, StepReport
 from ..reporting import quiet_log
 from .mending import Bisection, Invalid, Outcome, Returned
@@ -68,8 +69,14 @@ class _Stepper:
     def __init__(self, channel: Channel, model: LoadedModel, progress: Progress) -> None:
         assert model.managed is not None
         self.model = model
-        self.managed = model.managed
-        self.batch = StepBatch(model.places, model.max_cost, may_rerun=model.may_rerun)
+        self.managed = managed = model.managed
+        self._has_costs = type(managed).cost is not ManagedModel.cost  # else each state costs 1
+        self.batch = StepBatch(
+            model.places,
+            model.max_cost,
+            may_rerun=model.may_rerun,
+            new_cost=None if self._has_costs else 1.0,
+        )
         self.channel = channel
         self._progress = progress.stages
         self._report = StepReport()
@@ -194,7 +201,7 @@ class _Stepper:
     def _look_at_costs(self, requests: Sequence[StepRequest]) -> None:
         """Ask what the states cost now."""
         cost = self.managed.cost
-        for request in requests:
+        for request in requests if self._has_costs else ():
             try:  # not by ``call``, since there are many of them in each step
                 request.cost = found = float(cost(request.state))
                 if not 0.0 <= found < float("inf"):
@@ -268,6 +275,9 @@ class _Stepper:
             outcome: Outcome = Returned(function(requests))
         except BaseException as error:
             outcome = outcome_of(error, self.model, requests[0].batch_id, len(requests))
+            if isinstance(error, InvalidItems) and isinstance(outcome, Failure):
+                # It names an item that does not exist. The text quotes no item, so all may read it.
+                outcome = Invalid(dict.fromkeys(range(len(requests)), outcome))
         self._write_progress([0] * len(requests))  # not if the worker ends: they are to blame
         self.channel.check_owner()
         return outcome

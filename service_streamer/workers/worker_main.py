@@ -164,7 +164,7 @@ class CodedChannel(Channel):
     ) -> dict[int, Failure]:
         """Encode in place, so that nothing holds what is encoded, or its blocks were not released.
 
-        Without a batch's id, keys are ids. Returns why some cannot be encoded.
+        Without ``batch_id`` the keys are ids of batches. Returns why some cannot be encoded.
         """
         encode, failures = self.codec.encode, {}
         for key in keys:
@@ -349,8 +349,8 @@ def _load(
     if not is_limited:
         limit_memory(boot.sharers)
     if pool is not None:
-        pool.wait_ready()
         pool.attach(model)
+        pool.wait_ready()
     check_torch(place)
     channel.codec = spec.codec or channel.codec
     channel.cannot_send = spec.cannot_send
