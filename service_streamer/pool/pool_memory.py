@@ -10,7 +10,7 @@ of too many clients.
      lend(payloads) ─ a memory's number and descriptor ─▶ take_in(): mapped
      message with a wire of that number ────────────────▶ payloads: views of the pages, no copy
      ◀── message: blocks without views, with the number   pop_ended()
-     forget(number) ────────────────────────────────────▶ unmapped
+     review() ─ the number, once the writer is gone ────▶ take_in(): unmapped
 
 Descriptors go through a socket of their own, so they need no ``/proc``, which may be hidden or
 missing, and the other messages need no ``recvmsg``. A descriptor is sent before the message that
@@ -53,7 +53,7 @@ _NUMBER_SIZE = 8
 
 
 class MemorySocket:
-    """An end; closed when it is collected. It can be passed to a new process."""
+    """An end of a socket for descriptors. Closed when collected. A new process can be given it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
