@@ -169,8 +169,8 @@ image = numpy.ones((200, 200))
 print(streamer.predict([Question("z", image)])[0].text)
 
 streamer.close()
-with Streamer(lambda batch: [kind_of(item) for item in batch], worker_timeout=None) as other:
-    print(other.predict(["abcd"]) == [Kind.LONG])
+with Streamer(lambda batch: [(kind_of(text), len({*rest})) for text, *rest in batch]) as other:
+    print(other.predict([("abcd", *(lambda: 0 for _ in range(2)))]) == [(Kind.LONG, 2)])
 
 def factor(): return 2
 def model(batch): return [factor() * item for item in batch]

@@ -100,7 +100,7 @@ def test_a_client_of_another_protocol_is_refused_and_a_command_is_answered(share
     fingerprint = ask_pool("a", "status")["fingerprint"]
     with greeting("a", fingerprint, protocol=2) as peer:
         peer.begun()
-        assert peer.receive() == (REFUSED, ["the protocol is 3 there and 2 here"])
+        assert peer.receive() == (REFUSED, ["the protocol is 4 there and 2 here"])
     with greeting("a", protocol=2) as peer:
         peer.begun()
         assert peer.ask("status")["fingerprint"] == fingerprint

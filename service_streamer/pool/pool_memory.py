@@ -10,7 +10,7 @@ of too many clients.
      lend(payloads) ─ a memory's number and descriptor ─▶ take_in(): mapped
      message with a wire of that number ────────────────▶ payloads: views of the pages, no copy
      ◀── message: blocks without views, with the number   pop_ended()
-     forget(number) ────────────────────────────────────▶ unmapped
+     review() ─ the number, once the writer is gone ────▶ take_in(): unmapped
 
 Descriptors go through a socket of their own, so they need no ``/proc``, which may be hidden or
 missing, and the other messages need no ``recvmsg``. A descriptor is sent before the message that
@@ -38,6 +38,7 @@ from ..workers.memory_link import (
     Received,
     SharedMemory,
     Window,
+    copied,
     results_arena,
 )
 
@@ -52,7 +53,7 @@ _NUMBER_SIZE = 8
 
 
 class MemorySocket:
-    """An end; closed when it is collected. It can be passed to a new process."""
+    """An end of a socket for descriptors. Closed when collected. A new process can be given it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -177,16 +178,16 @@ class PassingLink(MemoryLink):
 
     def release(self, blocks: list[Block]) -> None:
         super().release(blocks)
-        if any(number for number, _ in blocks):
+        if any(number and number not in self._lent for number, _ in blocks):
             self.review()
 
     def review(self) -> None:
         """Have the reader unmap the memory of processes that are gone, unless it reads there."""
         with self._lock:
-            for memory in [each for each in self._passed.values() if each.is_left]:
-                if not any(number == memory.number for number, _ in self._lent):
-                    del self._passed[memory.number]
-                    self._forgotten.append(memory.number)
+            for number, memory in [*self._passed.items()]:
+                if memory.is_left and number not in self._lent:
+                    del self._passed[number]
+                    self._forgotten.append(number)
             self._send_forgotten()
 
     def _send_forgotten(self) -> None:
@@ -270,7 +271,6 @@ class ClientItems:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._window = Window(memory, collections.deque(), private=False)
 
     def place(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
         """The payloads of a call, for workers.
@@ -293,7 +293,7 @@ class ClientItems:
 
     def copy(self, wire: Wire, arena: Arena | None) -> Any:
         """A payload in the pool's memory, or in the message if there is no room."""
-        parts = self._window.copies(wire)
+        parts = copied(self.memory, wire)
         placed = None if arena is None else arena.put(parts)
         return parts if placed is None else placed
 
@@ -373,8 +373,9 @@ class ClientMemory(PassingLink):
     def release(self, blocks: list[Block]) -> None:
         """The client no longer reads these."""
         with self._lock:
-            for block in blocks:
-                self._sizes[block[0]] -= self._lent[block][-1].nbytes
+            for number, start in blocks:
+                self._sizes[number] -= self._lent[number][start][-1].nbytes
+            self._sizes = +self._sizes  # without those of workers that have ended
             super().release(blocks)
 
     def fileno(self) -> int:

@@ -43,7 +43,7 @@ from .fingerprint import Fingerprint
 FRAME_MESSAGES, FRAME_SIZE = 512, 1 << 18
 
 #: Of the messages of a client; to be raised with every change of them.
-PROTOCOL = 3
+PROTOCOL = 4
 #: Of those of a visitor, which only asks: commands of a new version have to reach older pools.
 VISITOR_PROTOCOL = 2
 

@@ -26,6 +26,7 @@ import pickle
 import sys
 import threading
 import types
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
@@ -390,7 +391,7 @@ _REDUCERS = (("numpy", "ndarray", _reduce_array), ("torch", "Tensor", _reduce_te
 #: Guards cloudpickle's global registry.
 _by_value_lock = threading.RLock()
 
-#: In a worker: what it received, by its code.
+#: In a worker: what it received, by id.
 _received: dict[bytes, Any] = {}
 
 
@@ -406,13 +407,16 @@ class ByValue:
 
     def __init__(self) -> None:
         self._importable: dict[str, bool] = {}
-        #: The code of what was sent.
-        self._sent: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
+        #: The id and the code of what was sent. Two closures of equal code stay two.
+        self._sent: weakref.WeakKeyDictionary[Any, tuple[bytes, bytes]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._is_used = False
 
     @property
     def is_needed(self) -> bool:
         """Whether items may be of classes that workers cannot import, by what the model was."""
-        return bool(self._sent) or not has_main()
+        return self._is_used or not has_main()
 
     def pickler(self, *arguments: Any, **options: Any) -> pickle.Pickler:
         """A pickler of this kind. Its ``dump`` raises NotImportable, too."""
@@ -420,12 +424,14 @@ class ByValue:
         pickler.owner = self
         return pickler
 
-    def code(self, thing: Any) -> bytes:
-        """The code of a class or function: made once, or a worker would make two classes."""
+    def parts(self, thing: Any) -> tuple[bytes, bytes]:
+        """An id for a class or function, and its code: once, or a worker would make two classes."""
+        self._is_used = True
         with _by_value_lock:
-            if thing not in self._sent:
-                self._sent[thing] = _dissect(thing, self.is_known)
-            return self._sent[thing]
+            parts = self._sent.get(thing)
+            if parts is None:
+                parts = self._sent[thing] = uuid.uuid4().bytes, _dissect(thing, self.is_known)
+            return parts
 
     def is_known(self, thing: Any) -> bool:
         """Whether a worker finds this class or function by its name."""
@@ -448,7 +454,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (type, types.FunctionType)) and not self.owner.is_known(value):
-            return _receive, (self.owner.code(value),)
+            return _receive, self.owner.parts(value)
         return NotImplemented
 
 
@@ -501,12 +507,12 @@ def _dissect(thing: Any, known: Callable[[Any], bool]) -> bytes:
     return file.getvalue()
 
 
-def _receive(code: bytes) -> Any:
+def _receive(name: bytes, code: bytes) -> Any:
     """In a worker: make what was sent, once."""
-    if code not in _received:
+    if name not in _received:
         thing, classes = pickle.loads(code)
         for (module, qualname), each in classes.items():
             if "." not in qualname:  # nested ones are found through their parents
                 setattr(sys.modules.setdefault(module, types.ModuleType(module)), qualname, each)
-        _received[code] = thing
-    return _received[code]
+        _received[name] = thing
+    return _received[name]

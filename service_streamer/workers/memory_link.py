@@ -136,10 +136,7 @@ class Window:
 
     def copies(self, wire: Wire) -> Parts:
         """The same as it was sent, whatever readers have written to it since."""
-        _, _, _, start, lengths, stream = wire
-        starts = positions(lengths)[:-1]
-        copies = [self._copy(start + at, n) for at, n in zip(starts, lengths, strict=True)]
-        return _parts(stream, copies)
+        return copied(self.memory, wire)
 
     def view(self, address: int, size: int) -> memoryview | None:
         """The memory at an address, if all of it is in use in one block."""
@@ -184,16 +181,25 @@ class Window:
         region.lease, region.source = lease, self._source
         return memoryview(region).cast("B")
 
-    def _copy(self, start: int, length: int) -> bytearray:
-        copy = bytearray(length)
-        done = 0
-        while done < length:
-            rest = memoryview(copy)[done:]
-            count = os.preadv(self.memory.descriptor, [rest], start + done)
-            if not count:
-                raise EOFError("shared memory is shorter than expected")
-            done += count
-        return copy
+
+def copied(memory: Memory, wire: Wire) -> Parts:
+    """A payload as it was sent. The memory need not be mapped."""
+    _, _, _, start, lengths, stream = wire
+    starts = positions(lengths)[:-1]
+    copies = [_copy(memory, start + at, n) for at, n in zip(starts, lengths, strict=True)]
+    return _parts(stream, copies)
+
+
+def _copy(memory: Memory, start: int, length: int) -> bytearray:
+    copy = bytearray(length)
+    done = 0
+    while done < length:
+        rest = memoryview(copy)[done:]
+        count = os.preadv(memory.descriptor, [rest], start + done)
+        if not count:
+            raise EOFError("shared memory is shorter than expected")
+        done += count
+    return copy
 
 
 def _parts(stream: bytes | None, rest: list[Any]) -> Parts:
@@ -295,8 +301,8 @@ class MemoryLink:
         self.arena = arena
         self.memory = memory
         self._private = private
-        #: What the other side may be reading.
-        self._lent: dict[Block, list[Any]] = {}
+        #: What the other side may be reading, by the number of its memory and the block's start.
+        self._lent: dict[int, dict[int, list[Any]]] = {}
         self._windows: dict[int, Window] = {}  # by the number of the memory
         self._ended: Ended = collections.deque()
         if memory is not None:
@@ -324,17 +330,19 @@ class MemoryLink:
             if type(payload) is Placed:
                 payloads[position] = wire = payload.wire
                 leases[wire[:2]] = payload.lease
-        for block, lease in leases.items():
-            self._lent.setdefault(block, []).append(lease)
+        for (number, start), lease in leases.items():
+            self._lent.setdefault(number, {}).setdefault(start, []).append(lease)
 
     def release(self, blocks: list[Block]) -> None:
         """The other side no longer reads these blocks, each as often as it was lent."""
         with self._lock:
-            for block in blocks:
-                leases = self._lent[block]
-                leases.pop()
-                if not leases:
-                    del self._lent[block]
+            for number, start in blocks:
+                lent = self._lent[number]
+                lent[start].pop()
+                if not lent[start]:
+                    del lent[start]
+                if not lent:
+                    del self._lent[number]
 
     # -- what this side reads
 

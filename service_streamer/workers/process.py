@@ -227,7 +227,7 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
-        """Close its copies of the parent's ends, or workers would not see the end of the parent."""
+        """Close the copies of the parent's ends, or workers would not see the end of the parent."""
         for worker in self._workers.values():
             worker.abandon_in_forked_child()
         self._workers.clear()

@@ -239,9 +239,10 @@ def encode(message: FromWorker) -> tuple[Any, ...]:
 
 
 def decode(message: tuple[Any, ...]) -> FromWorker:
-    """The message that was encoded so. Raises Breach: it is of another version, or anything.
+    """The message that was encoded so. Raises Breach if that is of another version.
 
-    Its contents are not checked: unpickling it has run whatever code it names.
+    It may raise anything else if that is no message: contents are not checked, since unpickling
+    has run whatever code they name.
     """
     version, kind, *fields = message
     if version != VERSION:

@@ -226,7 +226,7 @@ _WAIT_VARIABLES = (*_WAITS, "OMP_WAIT_POLICY")
 
 
 class Placement:
-    """Where the workers of a streamer run: a restarted one, where its predecessor ran.
+    """Where the workers of a streamer run. A restarted worker runs where its predecessor ran.
 
     Immutable, for any thread. Looks for GPUs if needed, which takes some milliseconds.
     """

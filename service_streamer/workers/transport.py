@@ -74,7 +74,8 @@ class Transport(ABC):
     The engine owns it. Any thread may call ``encode``, ``decode``, ``device``, ``send``, ``tell``
     and ``wakeup``, also after ``close`` and for a worker that is gone: then nothing happens. For
     each worker, one thread at a time calls ``send``, in the order of the batches' ids, and
-    ``tell``; no finalizer within them does. The rest is for the loop's thread, or before it starts.
+    ``tell``. A finalizer that interrupts these calls neither. The rest is for the thread of the
+    engine's loop, or before it starts.
     """
 
     #: Encodes items and decodes outputs; None if they travel as they are.
@@ -156,9 +157,9 @@ class Transport(ABC):
         return ""
 
     def when_exiting(self, then: Callable[[], None]) -> Callable[[], object]:
-        """Have it called, perhaps twice, at the interpreter's end, before the workers must end.
+        """Have ``then`` called when the interpreter ends, while workers can still be ended.
 
-        Returns what cancels that.
+        It may be called twice. Returns a function that cancels this.
         """
         # At exit multiprocessing joins its processes, and ours would wait for batches for ever. A
         # hook of atexit's would come too late in a child that multiprocessing started itself.
@@ -166,9 +167,9 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, grace: float) -> None:
-        """Ask every worker to end; after ``grace`` seconds by force, if that is possible.
+        """Ask every worker to end, and end it by force after ``grace`` seconds if possible.
 
-        Idempotent. Everything is released.
+        Releases everything. Idempotent.
         """
 
 

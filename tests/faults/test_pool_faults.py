@@ -413,7 +413,7 @@ def test_nothing_of_a_client_that_was_killed_is_left(shared: Shared, tmp_path: P
     for _ in range(3):
         with running(CLIENT, tmp_path) as client:
             await_line(client, "ready")
-            assert memories(worker) == before[0] + 1
+            assert (memories(worker), memories(pid)) == (before[0] + 1, before[2])
             client.kill()
         await_that(lambda: state() == before)
     assert (streamer.predict([filled(2)])[0] == 2).all()
