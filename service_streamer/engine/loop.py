@@ -280,7 +280,7 @@ class Loop:
         failures = 0  # in a row
         events: list[WorkerEvent] = []
         try:
-            timeout: float | None = 0.0
+            timeout = self._time_to_wait()
             while timeout is not None:
                 try:
                     # No operating system waits for years at once.
