@@ -361,7 +361,6 @@ def test_the_end_is_told_also_to_who_asks_too_late(one: StubEngine) -> None:
 
 
 def test_a_place_fails_whose_workers_step_but_end_no_item_before_they_die_idle() -> None:
-    """Only an item that was computed to its end says that the worker is of use."""
     with StubEngine() as setup:
         for slot in range(2):
             setup.transport.deliver(WorkerReady(slot, places=2))
