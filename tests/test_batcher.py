@@ -239,21 +239,6 @@ def test_whoever_looks_much_too_late_gives_everybody_their_time_anew() -> None:
 # -- time that ends
 
 
-def test_what_a_backlog_took_says_nothing_about_the_next() -> None:
-    """Each batch takes a second, and two with the wait for the one before."""
-    walk = Walk(batch_size=2, call_failures=CallFailures("expired"))
-    filler, _ = walk.submit(*range(100))
-    for _ in range(7):
-        walk.now += 1.0
-        walk.done(walk.batcher.in_flight()[0])
-    walk.batcher.withdraw(filler)
-    for batch in walk.batcher.in_flight():
-        walk.done(batch)
-    calls = [walk.submit(i, timeout=0.5)[0] for i in range(60)]
-    walk.done(walk.batcher.in_flight()[0])
-    assert not any(call.failure for call in calls)
-
-
 def test_deadlines_do_not_keep_calls_that_are_over() -> None:
     walk, before = Walk(), held_calls()
     for _ in range(1_000):

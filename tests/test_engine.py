@@ -18,6 +18,7 @@ from conftest import await_that
 from service_streamer import (
     Future,
     InternalError,
+    ModelError,
     Overloaded,
     StreamerBroken,
     StreamerForked,
@@ -27,8 +28,9 @@ from service_streamer import (
     WorkerStartTimeout,
 )
 from service_streamer.engine.engine import Engine, EngineState
-from service_streamer.observe.record import Call, StepReport
+from service_streamer.observe.record import BatchReport, Call, StepReport
 from service_streamer.supervision.supervisor import Loss
+from service_streamer.workers.protocol import Failure, WorkerReady
 from stub_engine import StubEngine
 
 
@@ -356,3 +358,16 @@ def test_the_end_is_told_also_to_who_asks_too_late(one: StubEngine) -> None:
 
 
 # -- calls that come together
+
+
+def test_a_place_fails_whose_workers_step_but_end_no_item_before_they_die_idle() -> None:
+    with StubEngine() as setup:
+        for slot in range(2):
+            setup.transport.deliver(WorkerReady(slot, places=2))
+            future = setup.submit("a")
+            _, batch_id, _ = setup.transport.sent[-1]
+            failed = BatchReport(batch_id, [None], {0: Failure(ModelError("no memory"))})
+            setup.transport.deliver(StepReport(done=[failed], size=1, slot=slot))
+            assert isinstance(future.exception(), ModelError)
+            setup.transport.lose(slot)
+        assert setup.engine.state is EngineState.BROKEN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from typing import Any
 
@@ -136,18 +137,38 @@ def test_a_lone_caller_waits_for_nothing() -> None:
     assert took <= 0.002 + 0.0051 + 0.002 + 2 * WAY + 0.00165 + 1e-4
 
 
-def test_calls_that_come_together_are_one_batch_though_a_stage_is_free() -> None:
+def warm_batcher() -> Batcher:
+    """Its worker has computed batches whose three stages took 10 ms each."""
     batcher = Batcher(batch_size=BATCH_SIZE, max_latency=0.1)
     batcher.worker_ready(0, 0.0)
-    stages, now = (0.01, 0.01, 0.01), 0.0
-    for number in range(50):
-        (batch,) = batcher.call_submitted(Call([0], None), now).batches
-        if number < 49:
-            now += 0.03
-            report = BatchReport(batch.id, [0], duration=0.03, stages=stages, slot=0)
-            batcher.batch_returned(report, now)
-    now += 0.02  # the last one has left its first two stages
-    for _ in range(8):
-        assert not batcher.call_submitted(Call([0], None, more=True), now).batches
-    (batch,) = batcher.calls_submitted(now).batches
+    for number, size in enumerate([1, 2, 4, 8] * 12):
+        (batch,) = batcher.call_submitted(Call([0] * size, None), number * 0.03).batches
+        stages = (0.01, 0.01, 0.01)
+        report = BatchReport(batch.id, [0] * size, duration=0.03, stages=stages, slot=0)
+        batcher.batch_returned(report, number * 0.03 + 0.03)
+    return batcher
+
+
+def test_calls_that_come_together_are_one_batch_though_a_stage_is_free() -> None:
+    batcher = warm_batcher()
+    assert batcher.call_submitted(Call([0], None), 2.0).batches
+    for _ in range(8):  # the first two stages are free again
+        assert not batcher.call_submitted(Call([0], None, more=True), 2.02).batches
+    (batch,) = batcher.calls_submitted(2.02).batches
     assert batch.size == 8
+
+
+@pytest.mark.parametrize(
+    ("waiting", "left", "computed"), [(80, 0.032, 64), (320, 0.032, 0), (320, 0.037, 64)]
+)
+def test_with_a_long_queue_a_call_is_left_out_that_is_just_in_time(
+    waiting: int, left: float, computed: int
+) -> None:
+    batcher = warm_batcher()
+    batcher.worker_retiring(0, 2.0)
+    for number in range(waiting):
+        call = Call([0], None, is_watched=True)
+        call.deadline = 2.0 + left if number < BATCH_SIZE else math.inf
+        batcher.call_submitted(call, 2.0)
+    batch = batcher.worker_ready(1, 2.0).batches[0]
+    assert sum(call.deadline < math.inf for call, _, _ in batch.spans) == computed

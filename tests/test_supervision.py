@@ -379,11 +379,3 @@ def test_one_that_is_ended_since_it_is_slow_takes_no_batches() -> None:
     assert not walk.supervisor.ready(0, walk.now)
     walk.lose(0)
     assert not walk.supervisor.failed
-
-
-def test_pauses_begin_anew_when_it_is_known_who_was_at_fault() -> None:
-    walk = Walk()
-    for slot in range(20):
-        walk.lose(slot, was_busy=True, ends_row=True)
-        assert walk.places == {slot + 1: 0}, "started at once"
-        walk.ready(slot + 1)

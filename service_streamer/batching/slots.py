@@ -34,7 +34,8 @@ class Slot:
 
     def __init__(self) -> None:
         self.batches: dict[int, BatchRecord] = {}
-        self.done = 0  # batches that it has computed, as far as that matters
+        self.done = 0  # batches or steps that it has computed, as far as that matters
+        self.has_computed = False  # a batch; of a model of steps, an item to its end
         self.busy_since = 0.0  # when the worker began with the batch that it computes now
         self.is_closing = self.is_held_back = False
         self.is_hung = False  # it was reported that its batch takes too long
@@ -277,6 +278,7 @@ class Slots:
             )
         self.items -= batch.size
         if is_done:
+            holder.has_computed = True
             self._observe(holder, now)
         holder.goes_on(now)
         if not holder.batches:

@@ -142,7 +142,7 @@ class Fleet:
         self.ceilings.pop(slot, None)
         actions, retried, was_busy, ends_row = NOTHING, retries.retried_items, False, False
         if slot in slots:
-            was_busy, ends_row = bool(slots[slot].batches), slots[slot].done > 0
+            was_busy, ends_row = bool(slots[slot].batches), slots[slot].has_computed
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
             )
@@ -238,7 +238,7 @@ class Fleet:
     def _condemn(self, slot: int, now: float) -> None:
         """Have a worker replaced that fails everything while others do not."""
         slots = self.batcher.slots
-        has_computed = slot in slots and slots[slot].done > 0
+        has_computed = slot in slots and slots[slot].has_computed
         if self.supervisor.condemn(slot, now, ends_row=has_computed):
             self._note(
                 _WARNING,
