@@ -14,14 +14,9 @@ if __name__ == "__main__":  # and not in the workers, which import this file aga
     import pytest
 
     gevent.sleep(0.001)  # so that the loop has its descriptors before the leak guard counts
-    fork = os.fork
-
-    def fork_in_time() -> int:
-        # Its own begins to listen after the first fork: for ever, if that child has ended by then.
-        gevent.get_hub().loop.install_sigchld()
-        return fork()
-
-    os.fork = fork_in_time
+    fork, listen = os.fork, gevent.get_hub().loop.install_sigchld
+    # Its own listens after the fork: for ever, if the first child has ended by then.
+    os.fork = lambda: listen() or fork()
 
     def is_for_gevent(item: pytest.Function) -> bool:
         # A gate blocks in the operating system, and with it every greenlet of the process.

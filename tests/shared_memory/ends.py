@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import mmap
 import os
 from collections.abc import Callable
@@ -12,17 +11,6 @@ import numpy as np
 
 from service_streamer.workers.codec import Codec
 from service_streamer.workers.memory_link import SharedMemory
-
-
-class Later:
-    """A module that is imported when it is used: collecting its tests takes no seconds."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(importlib.import_module(self._name), attribute)
-
 
 MB = 1 << 20
 #: An item of so many bytes is shared.

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from ends import LARGE, MB, PAGE, Later, Link
+import torch
+from ends import LARGE, MB, PAGE, Link
 
 from service_streamer import ManagedModel
 from worker_loop import loaded, model_of, raised, served
-
-torch: Any = Later("torch")
 
 #: Of a row, bytes: no multiple of a page.
 SIZE = LARGE + 64
