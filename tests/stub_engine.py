@@ -33,11 +33,7 @@ class StubEngine:
         fleet = Fleet(self.batcher, worker_num, most or worker_num)
         self.supervisor, self.scaling = fleet.supervisor, fleet.scaling
         self.supervisor.max_restarts, self.supervisor.jitter = 1, lambda: 0.0
-        self.engine = Engine(
-            self.transport,
-            fleet,
-            clock=self.clock,
-        )
+        self.engine = Engine(self.transport, fleet, clock=self.clock)
         self.engine.start()
 
     def __enter__(self) -> StubEngine:

@@ -199,13 +199,3 @@ def parts(text: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("part", parts(""))
 def test_the_chinese_readme_is_a_whole_counterpart(part: str) -> None:
     assert parts((ROOT / "README_zh.md").read_text())[part] == parts(README)[part]
-
-
-def test_the_chinese_readme_names_all_that_the_english_one_names() -> None:
-    english, chinese = (
-        set(re.findall(r"`[^`\n]+`", re.sub("(?s)```.*?```", "", text)))
-        for text in (README, (ROOT / "README_zh.md").read_text())
-    )
-    assert english <= chinese
-    assert "(README_zh.md)" in README
-    assert "(README.md)" in (ROOT / "README_zh.md").read_text()

@@ -149,6 +149,22 @@ def test_a_raising_callback_or_reply_hurts_nobody(
     assert "bad reply" in caplog.text
 
 
+def test_a_call_within_a_send_of_the_same_thread_is_sent_to_another_worker() -> None:
+    with StubEngine(worker_num=2, batch_size=1) as one:
+        one.transport.ready(0)
+        one.transport.ready(1)
+        send = one.transport.send
+
+        def interrupted(*message: Any, **options: Any) -> None:
+            one.transport.send = send  # type: ignore[method-assign]
+            one.submit("of a signal handler")
+            send(*message, **options)
+
+        one.transport.send = interrupted  # type: ignore[method-assign]
+        one.submit("first")
+        assert one.sent == [["of a signal handler"], ["first"]]
+
+
 # -- starting
 
 

@@ -45,6 +45,9 @@ ABORT_GRACE = 0.5
 #: ``Loop.waits_until`` of a loop that has been woken, or is about to be.
 WOKEN = -math.inf
 
+#: A batch, or an order about one: its slot, the order, and its id.
+Message = BatchRecord | tuple[int, int, int]
+
 
 class Loop:
     """The state of an engine, and its thread: no other one waits for the transport, or starts and
@@ -58,10 +61,9 @@ class Loop:
             workers are not killed for their batch, why not.
 
     Attributes:
-        unsent: batches, and orders about a batch: its slot, the order, and its id. Workers get them
-            in this order. A thread that sends one sends all, so it overtakes no thread that was
-            stopped on its way. One is taken out when the transport has it, and not before: a signal
-            handler may raise in between.
+        unsent: messages. Workers get them in this order. A thread that sends one sends all, so it
+            overtakes no thread that was stopped on its way. One is taken out when the transport has
+            it, and not before: a signal handler may raise in between.
         sending: held by the one thread that sends these. Reentrant, as ``lock``.
         open_calls: those that are accepted and not answered, in the order of their arrival. What
             they need and what workers hold is the truth from which ``settle`` derives the rest.
@@ -100,7 +102,7 @@ class Loop:
         # The state, or that of a worker. Take ``lock`` itself to wait: a signal handler that raises
         # within ``Condition.__enter__``, which is Python, would leave it locked for ever.
         self.changed = threading.Condition(self.lock)
-        self.unsent: collections.deque[BatchRecord | tuple[int, int, int]] = collections.deque()
+        self.unsent: collections.deque[Message] = collections.deque()
         self.sending = threading.RLock()
         self.open_calls: dict[Call, None] = {}  # an ordered set
         self.is_torn = False
@@ -234,23 +236,30 @@ class Loop:
 
     def send(self) -> None:
         """Send what is unsent. For any thread, without the lock."""
-        if is_owned(self.sending):  # a signal handler has interrupted this thread, which goes on
+        if is_owned(self.sending):
+            # A signal handler has interrupted this thread. It may wait for its own call, so other
+            # workers get theirs; what the first message's worker gets stays in order.
+            for message in [*self.unsent][1:]:
+                if _slot(message) != _slot(self.unsent[0]):
+                    self._send(message)
             return
         # No thread waits for the others: what is added while one of them sends, that one sends,
         # since it looks again when it has released the lock.
         while self.unsent and self.sending.acquire(blocking=False):
             try:
                 while self.unsent:
-                    message = self.unsent[0]
-                    if isinstance(message, BatchRecord):
-                        self._send_batch(message)
-                    else:
-                        self.transport.tell(*message)
-                    self.unsent.popleft()
-                    if isinstance(message, BatchRecord):
-                        message.payloads = []
+                    self._send(self.unsent[0])
             finally:
                 self.let_others_send()
+
+    def _send(self, message: Message) -> None:
+        if isinstance(message, BatchRecord):
+            self._send_batch(message)
+        else:
+            self.transport.tell(*message)
+        self.unsent.remove(message)
+        if isinstance(message, BatchRecord):
+            message.payloads = []
 
     def _send_batch(self, batch: BatchRecord) -> None:
         batcher = self.batcher
@@ -515,3 +524,7 @@ class Loop:
             except BaseException:  # as of a callback: this thread does not end for it
                 log(logging.ERROR, "what watches the batches raised", exc_info=True)
             record.release()
+
+
+def _slot(message: Message) -> int:
+    return message.slot if isinstance(message, BatchRecord) else message[0]
