@@ -47,7 +47,7 @@ def test_close_does_not_wait_for_a_batch_that_nobody_waits_for(gate: Gate) -> No
 
 
 class Interrupted(collections.deque[Any]):
-    """Its first ``popleft`` is interrupted, before or after it takes something out."""
+    """Its first ``remove`` is interrupted, before or after it takes something out."""
 
     def __init__(
         self,
@@ -58,15 +58,12 @@ class Interrupted(collections.deque[Any]):
         super().__init__()
         self._first = [before, after]
 
-    def popleft(self) -> Any:
-        if not self._first:
-            return super().popleft()
+    def remove(self, message: Any) -> None:
         before, after = self._first
-        self._first = []
+        self._first = [lambda: None] * 2
         before()
-        found = super().popleft()
+        super().remove(message)
         after()
-        return found
 
 
 @pytest.fixture
