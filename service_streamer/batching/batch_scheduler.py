@@ -52,13 +52,6 @@ TRANSIT_RATE = 0.02
 #: Tuned between 0 and 2 with ``python -m policies --only goodput Poisson``: where the base is most
 #: of a batch, a smaller one is hardly sooner back, and the rest pays for another one.
 FLAT = 2.0
-#: With lengths or several stages, the predicted time of a batch is less exact. While more than
-#: ``BACKLOG`` batches wait, ``BACKLOG_MARGIN`` times that time must be left to a call of the next
-#: batch. What is left out makes room for calls that are in time for sure.
-#: Chosen by simulating twice the load that 4 workers can compute, with 0.1 s for each call: without
-#: the margin 3 % fewer calls are in time. A larger one leaves out calls that would be in time.
-BACKLOG = 4.0
-BACKLOG_MARGIN = 1.25
 #: The share of the time until a deadline that a batch may take.
 #: Tuned between 0.5 and 1 with ``python -m policies --only goodput minilm-even``: what just missed
 #: a batch waits for that one and for its own, but most items wait for a part of one.
@@ -251,10 +244,7 @@ class BatchScheduler(Scheduler):
         begins = slots.begins_at(slot, now, cost.duration) + beside
         if self._has_lengths or slots.room > 2 or not cost.was_fitted:
             # It differs with the lengths. And with several stages a worker is at several batches.
-            took = self._duration(size)
-            if waiting > BACKLOG * size:
-                took *= BACKLOG_MARGIN
-            return Finish(begins + took) if waiting > size else UNKNOWN
+            return Finish(begins + self._duration(size)) if waiting > size else UNKNOWN
         size = min(size, waiting)
         base, item = cost.base, cost.per_unit * self._unit
         longer = 1.0 + self._margin
