@@ -153,16 +153,20 @@ def test_a_call_within_a_send_of_the_same_thread_is_sent_to_another_worker() -> 
     with StubEngine(worker_num=2, batch_size=1) as one:
         one.transport.ready(0)
         one.transport.ready(1)
-        send = one.transport.send
+        send, handlers = one.transport.send, [["d"], ["b", "c"]]
 
         def interrupted(*message: Any, **options: Any) -> None:
-            one.transport.send = send  # type: ignore[method-assign]
-            one.submit("of a signal handler")
+            for item in handlers.pop() if handlers else []:
+                one.submit(item)
             send(*message, **options)
 
         one.transport.send = interrupted  # type: ignore[method-assign]
-        one.submit("first")
-        assert one.sent == [["of a signal handler"], ["first"]]
+        one.submit("a")
+        one.transport.await_that(lambda: len(one.sent) == 4)
+        assert one.sent[0] == ["b"]
+        for slot in (0, 1):
+            ids = [id_ for each, id_, _ in one.transport.sent if each == slot]
+            assert ids == sorted(ids)
 
 
 # -- starting

@@ -81,7 +81,7 @@ class Loop:
     """
 
     # More than 30 attributes of an instance would make all of them slower.
-    is_exiting = has_ended = _is_settling = False
+    is_exiting = has_ended = _is_settling = _sends_to_others = False
 
     def __init__(
         self,
@@ -238,10 +238,16 @@ class Loop:
         """Send what is unsent. For any thread, without the lock."""
         if is_owned(self.sending):
             # A signal handler has interrupted this thread. It may wait for its own call, so other
-            # workers get theirs; what the first message's worker gets stays in order.
-            for message in [*self.unsent][1:]:
-                if _slot(message) != _slot(self.unsent[0]):
-                    self._send(message)
+            # workers get theirs; what the first message's worker gets stays in order. One that
+            # interrupts this in turn would overtake what is being sent here.
+            if not self._sends_to_others:
+                self._sends_to_others = True
+                try:
+                    for message in [*self.unsent][1:]:
+                        if _slot(message) != _slot(self.unsent[0]):
+                            self._send(message)
+                finally:
+                    self._sends_to_others = False
             return
         # No thread waits for the others: what is added while one of them sends, that one sends,
         # since it looks again when it has released the lock.
