@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from service_streamer.options.table import (
 )
 from service_streamer.serve.cli.main import ServeOptions
 from web_application import WebApplication
-
-ROOT = Path(__file__).parent.parent
 
 CONSTRUCTORS = {
     "ThreadedStreamer": StreamerOptions,
@@ -60,14 +57,6 @@ def test_docstring_says_what_each_argument_does(constructor: Any) -> None:
     names = [line.strip().partition(": ")[0] for line in lines]
     assert names == [*inspect.signature(constructor).parameters]
     assert "TypeError" in errors
-
-
-def test_the_reference_pages_are_what_the_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    from reference_pages import pages
-
-    for path, text in pages().items():
-        assert path.read_text() == text, f"run {sys.executable} scripts/reference_pages.py"
 
 
 def test_no_repr_shows_a_password_or_key() -> None:

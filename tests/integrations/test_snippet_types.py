@@ -1,4 +1,4 @@
-"""The Python snippets of README and docs pass type checkers, as users of those would write them."""
+"""The Python snippets of README and docs pass type checkers, and reference pages are up to date."""
 
 from __future__ import annotations
 
@@ -119,3 +119,11 @@ def test_pyright(programs: Path) -> None:
         text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_reference_pages_are_what_the_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from reference_pages import pages
+
+    for path, text in pages().items():
+        assert path.read_text() == text, f"run {sys.executable} scripts/reference_pages.py"
