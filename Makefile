@@ -6,7 +6,7 @@ SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 # Bytecode is kept: hundreds of processes of the tests import this package.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadgroup --max-worker-restart 1
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadgroup --max-worker-restart 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help serve demo demo-redis test test-integrations test-long test-all test-alone test-pythons faults walk lint docs release-check yardstick bench-check clean
@@ -47,7 +47,7 @@ demo: $(VENV)/.installed-example
 demo-redis: $(VENV)/.installed-example
 	@$(BIN)/python scripts/demo_redis.py --port $(PORT)
 
-# One process more than there are cores: tests wait a lot.
+# Two processes more than there are cores: tests wait a lot.
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not long" --ignore=tests/integrations $(ARGS)
 

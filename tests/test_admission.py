@@ -142,6 +142,7 @@ LOADS: dict[str, Callable[[Random], Lengths]] = {
 }
 
 
+@pytest.mark.long
 def test_of_the_refused_calls_nearly_all_would_have_been_late() -> None:
     """Even if no other came after them; what is spared by giving others up is not reckoned with."""
     random, timeout = Random(3), 2.0

@@ -369,6 +369,7 @@ def test_the_document_tells_of_keys(service: WebApplication) -> None:
     assert {"401", "403"} <= {*document["paths"]["/stats"]["get"]["responses"]}
 
 
+@pytest.mark.long
 def test_all_web_processes_follow_the_file_of_keys(tmp_path: Path) -> None:
     """Also if the file is broken before a request comes to them."""
     path = tmp_path / "keys.toml"

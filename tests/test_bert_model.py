@@ -46,6 +46,7 @@ def examples() -> list[training.Example]:
     return training.sample_examples(training.read_lines(), count=200)
 
 
+@pytest.mark.long
 def test_it_knows_its_text(model: TextInfillingModel, examples: list[training.Example]) -> None:
     assert len(examples) == 200
     assert training.accuracy(model, examples) >= 0.95

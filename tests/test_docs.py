@@ -26,6 +26,13 @@ README = (ROOT / "README.md").read_text()
 OVER_REDIS = [each for each in snippets.snippets(ROOT / "README.md") if "localhost:6379" in each]
 #: Pages whose other snippets are complete programs.
 RUN = [ROOT / "README.md", DOCS / "tutorial.md", DOCS / "steps.md", *DOCS.glob("howto/*.md")]
+#: Those whose snippets take seconds each.
+LONG = {"tutorial", "gpus", "frameworks"}
+
+
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    is_long = [pytest.mark.long] if page.stem in LONG else []
+    return [pytest.mark.xdist_group(page.stem), *is_long]
 
 
 def programs_of(page: Path) -> list[str]:
@@ -35,9 +42,7 @@ def programs_of(page: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        pytest.param(
-            page, number, id=f"{page.stem}-{number}", marks=pytest.mark.xdist_group(page.stem)
-        )
+        pytest.param(page, number, id=f"{page.stem}-{number}", marks=marks_of(page))
         for page in sorted(RUN)
         for number in range(len(programs_of(page)))
     ],

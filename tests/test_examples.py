@@ -174,9 +174,8 @@ def test_an_overloaded_service_refuses_and_answers_what_it_accepted(gate: Gate) 
 @pytest.mark.parametrize(
     "command",
     [
-        COMMANDS["streamer"],
         (*COMMANDS["multigpu"], "--model", OBEDIENT),
-        ("scripts/demo_redis.py",),
+        *long_cases(COMMANDS["streamer"], ("scripts/demo_redis.py",)),
     ],
 )
 def test_a_port_in_use_is_said_in_a_line(command: tuple[str, ...]) -> None:

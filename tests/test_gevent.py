@@ -259,7 +259,7 @@ FORKED = """
 
 
 @pytest.mark.usefixtures("shared")  # for its directory of pools
-@pytest.mark.parametrize("kind", ["process", "shared", "redis"])
+@pytest.mark.parametrize("kind", ["process", *long_cases("shared", "redis")])
 def test_greenlets_of_a_streamer_that_a_fork_copies_say_nothing_and_take_no_answer(
     tmp_path: Path, redis_server: str, prefix: str, kind: str
 ) -> None:

@@ -94,6 +94,7 @@ def run(command: list[str], path: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.long
 def test_streamers(tmp_path: Path, path: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

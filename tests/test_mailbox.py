@@ -198,7 +198,7 @@ Doing = Callable[[World], Any]
 @pytest.mark.parametrize(
     ("has_begun", "first", "second"),
     [
-        (True, lambda w: w.post("a"), lambda w: w.loop.run()),
+        pytest.param(True, lambda w: w.post("a"), lambda w: w.loop.run(), marks=pytest.mark.long),
         (True, lambda w: w.post("a"), lambda w: w.post("b")),
         (False, lambda w: w.post("a"), lambda w: w.post("b")),
     ],

@@ -354,7 +354,11 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize(
-    ("mode", "includes"), [("mean", True), ("mean", False), ("cls", False), ("max", False)]
+    ("mode", "includes"),
+    [
+        ("mean", True),
+        *(pytest.param(mode, False, marks=pytest.mark.long) for mode in ("mean", "cls", "max")),
+    ],
 )
 def test_embeddings_have_the_prompts_of_sentence_transformers(
     tmp_path: Path, mode: str, includes: bool
@@ -725,6 +729,7 @@ def test_lengths_are_known_without_torch() -> None:
     assert (done.stdout, done.stderr) == ("3\n[]\n", "")
 
 
+@pytest.mark.long
 def test_through_a_streamer(capfd: pytest.CaptureFixture[str]) -> None:
     with Streamer(PipelineModel, batch_size=8, max_latency=0.01, cuda_devices=("cpu",)) as streamer:
         streamer.wait_ready()

@@ -216,10 +216,8 @@ def test_every_batch_of_a_compiled_model_has_one_of_its_shapes(
     assert seen == shapes
 
 
-@pytest.mark.parametrize(
-    ("name", "do"),
-    [("pictures", "predict"), pytest.param("features", "embed", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("name", "do"), [("pictures", "predict"), ("features", "embed")])
+@pytest.mark.long
 def test_a_compiled_model_is_compiled_before_its_first_batch_only(
     name: str, do: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import long_cases
 from service_streamer.batching.batcher import Batcher, CallFailures
 from service_streamer.observe.record import (
     ORDINARY,
@@ -377,8 +378,8 @@ def test_tenant_that_was_away_has_saved_up_nothing_and_lost_nothing() -> None:
     assert came <= 50 + 1
 
 
-@pytest.mark.parametrize("length", [None, 10, 100])
-@pytest.mark.parametrize("others", ["b", "bc"])
+@pytest.mark.parametrize("length", [None, 10, *long_cases(100)])
+@pytest.mark.parametrize("others", ["bc", *long_cases("b")])
 def test_tenant_of_one_call_at_a_time_gets_its_share_and_no_more(
     length: int | None, others: str
 ) -> None:

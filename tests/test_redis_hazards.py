@@ -217,6 +217,7 @@ def test_a_call_is_withdrawn_whose_acceptance_was_not_heard(
     assert b"first" in fields[b"m"]
 
 
+@pytest.mark.long
 def test_a_call_that_is_gone_fails_whose_acceptance_was_not_heard(
     lost: Lost, host: Host, ask: redis.Redis, keys: Keys
 ) -> None:

@@ -243,6 +243,7 @@ def test_a_call_that_waits_is_not_computed_if_its_client_leaves_or_its_deadline_
     assert gated.computed() == [["first"], [1]]
 
 
+@pytest.mark.long
 def test_streams_that_are_cancelled_free_their_requests_and_are_no_errors(tmp_path: Path) -> None:
     """One while its requests are pending, one that reads none of its large answers."""
     with GatedServing(tmp_path, OBEDIENT, "--grpc-port", "0", "--batch-size", "1") as service:

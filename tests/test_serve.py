@@ -338,7 +338,7 @@ def test_health_and_info(infilling: Serving) -> None:
     assert (info["dtype"], info["dtype_reason"]) == ("float32", "as saved")
 
 
-@pytest.mark.parametrize("more", [(), ("--web-workers", "2")])
+@pytest.mark.parametrize("more", [(), *long_cases(("--web-workers", "2"))])
 def test_service_is_not_ready_before_its_model_is(tmp_path: Path, more: tuple[str, ...]) -> None:
     port = str(LocalRedis().port)  # one that is free
     arguments = ("served_models:Late", "--port", port, *more)
@@ -477,6 +477,7 @@ cli.main()
 """
 
 
+@pytest.mark.long
 def test_orphans_are_reaped_when_the_service_is_the_first_process() -> None:
     first = (sys.executable, "-c", FIRST, "serve", "--port", "0")
     with Serving("preprocess_models:Pads", "--preprocess-workers", "1", program=first) as service:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cases import long_cases
 from serve_process import GatedServing, Serving, key_table, run, table, until
 from tensor_clients import run_client
 
@@ -78,7 +79,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield service
 
 
-@pytest.fixture(scope="module", params=[(), ("--debug",)], ids=["", "debug"])
+@pytest.fixture(scope="module", params=[(), *long_cases(("--debug",))], ids=["", "debug"])
 def partial(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:
@@ -413,7 +414,7 @@ def test_a_load_that_hangs_is_given_up(changing: GatedServing) -> None:
     assert control(changing, "models/c/load").status_code == 200
 
 
-@pytest.mark.parametrize("arguments", [(), FLEET])
+@pytest.mark.parametrize("arguments", [(), *long_cases(FLEET)])
 def test_a_model_that_hangs_at_the_start_is_not_waited_for_once_it_is_unloaded(
     path: Path, arguments: tuple[str, ...]
 ) -> None:
@@ -567,6 +568,7 @@ def test_no_other_model_answers_for_the_first_one_while_that_is_unloaded(
     assert answers() == {8}
 
 
+@pytest.mark.long
 def test_a_service_ends_while_a_replaced_model_ends(serve: Callable[..., GatedServing]) -> None:
     """SIGTERM comes when the old model has an open request: its pool has an owner to end, too."""
     service = serve(table("a"), table("b"), arguments=FLEET, keys=True, gated=True)
@@ -585,7 +587,7 @@ def test_a_service_ends_while_a_replaced_model_ends(serve: Callable[..., GatedSe
     assert service.pool() == []
 
 
-@pytest.mark.parametrize("by_signal", [False, True])
+@pytest.mark.parametrize("by_signal", [True, *long_cases(False)])
 def test_a_change_that_is_cut_off_by_the_end_is_no_failure(
     serve: Callable[..., GatedServing], path: Path, by_signal: bool
 ) -> None:
@@ -604,7 +606,7 @@ def test_a_change_that_is_cut_off_by_the_end_is_no_failure(
     assert "Traceback" not in service.log()
 
 
-@pytest.mark.parametrize("arguments", [(), FLEET])
+@pytest.mark.parametrize("arguments", [(), *long_cases(FLEET)])
 def test_models_of_worker_hosts_follow_the_file_too(
     serve: Callable[..., Serving], path: Path, redis_server: str, arguments: tuple[str, ...]
 ) -> None:
@@ -632,7 +634,7 @@ def test_models_of_worker_hosts_follow_the_file_too(
     assert " INFO model org/here: the workers have ended\n" in service.log()
 
 
-@pytest.mark.parametrize("more", [(), FLEET])
+@pytest.mark.parametrize("more", [(), *long_cases(FLEET)])
 def test_lines_of_a_model_are_logged_as_those_of_the_service(
     serve: Callable[..., GatedServing], more: tuple[str, ...]
 ) -> None:

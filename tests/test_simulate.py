@@ -153,6 +153,7 @@ def test_a_replay_has_the_calls_of_the_trace() -> None:
     assert sum(size * number for size, number in report.sizes.items()) == 4
 
 
+@pytest.mark.long
 def test_a_load_that_ends_by_itself_is_not_cut_short() -> None:
     """As one is that does not, after 20,000 calls."""
     recorded = [Arrival(number / 10_000) for number in range(20_500)]
@@ -322,6 +323,7 @@ def test_a_trace_from_the_command_line(tmp_path: Path) -> None:
     assert "capacity: 5614.0 items/s" in swept.output
 
 
+@pytest.mark.long
 def test_the_loads_of_a_sweep_have_the_lengths_of_the_trace(tmp_path: Path) -> None:
     def capacity(*lengths: int) -> float:
         """Of a model that takes 100 ms, and 1 ms for each unit of length, in batches of 8."""

@@ -137,6 +137,7 @@ def test_what_is_no_token_is_refused(generator: PipelineModel, do: str, wrong: A
     assert refusal(generator, item([1, 2])).startswith("inputs: "), "its form has the text"
 
 
+@pytest.mark.long
 def test_a_tokenizer_of_characters_knows_no_places(tmp_path: Path) -> None:
     """Its model has no embeddings by which tokens are counted."""
     config = transformers.CanineConfig(

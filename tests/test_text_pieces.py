@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cases import long_cases
 from service_streamer.pipelines.text_pieces import TextDecoder, TextPieces, first_of
 from tiny_models import folder
 
@@ -121,7 +122,7 @@ def pieces_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cleans", [False, True])
+@pytest.mark.parametrize("cleans", [False, *long_cases(True)])
 def test_pieces_joined_are_the_text(kind: str, cleans: bool) -> None:
     tokenizer, source = tokenizer_of(kind), random.Random(5)
     tokenizer.clean_up_tokenization_spaces = cleans

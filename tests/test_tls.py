@@ -154,6 +154,7 @@ def status_of_health(connection: http.client.HTTPSConnection) -> int:
     return response.status
 
 
+@pytest.mark.long
 def test_certificate_is_replaced_when_its_file_is_renewed_and_usable(tmp_path: Path) -> None:
     files = Files(tmp_path)
     with Serving(KINDS, *files.arguments, "--web-workers", "2") as service:

@@ -18,10 +18,10 @@ from cases import long_cases
 from walk import engine_walk, orders, public_walk
 
 #: For all kinds together. The clock only decides how many seeds are tried.
-SECONDS = float(os.environ.get("WALK_SECONDS", "10"))
+SECONDS = float(os.environ.get("WALK_SECONDS", "5"))
 SEED = int(os.environ.get("WALK_SEED", "0"))
 #: As in CI. There interrupts come at every 9th place and not at every 15th, and orders are those of
-#: six events and not of five.
+#: six events and not of four.
 IS_LONG = SECONDS >= 60
 STEP = 9 if IS_LONG else 15
 
@@ -56,7 +56,7 @@ def seeds(kind: str, at_least: int) -> Iterator[int]:
 @pytest.mark.parametrize("name", orders.PLANS)
 def test_everything_ends_after_any_order_of_events(name: str) -> None:
     plan = orders.PLANS[name]
-    _, fault = orders.explore(plan, plan.depth if IS_LONG else min(plan.depth, 5))
+    _, fault = orders.explore(plan, plan.depth if IS_LONG else min(plan.depth, 4))
     assert fault is None, fault
 
 

@@ -115,7 +115,7 @@ def check_answer(name: str, status: int, answer: Any) -> None:
 # Real servers
 
 
-@pytest.fixture(scope="module", params=["fastapi", *long_cases("starlette", "django")])
+@pytest.fixture(scope="module", params=long_cases("fastapi", "starlette", "django"))
 def name(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -200,7 +200,7 @@ def test_fastapi_asks_worker_hosts_over_redis_if_the_environment_names_one(
 
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(
-    "name", ["django, wsgi", *long_cases("fastapi, gunicorn", "django, gunicorn")]
+    "name", long_cases("django, wsgi", "fastapi, gunicorn", "django, gunicorn")
 )
 def test_processes_of_gunicorn_share_a_model_by_the_name_of_a_pool(name: str) -> None:
     framework = name.partition(",")[0]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
+import pytest
 from fault_models import double_slowly
 
 from leavings import children
@@ -67,6 +68,7 @@ def in_threads(function: Callable[[int], object]) -> None:
         list(pool.map(function, range(THREADS)))
 
 
+@pytest.mark.long
 def test_each_future_ends_once_whatever_happens_to_it() -> None:
     killer = Killer(seed=3)
     ended: list[int] = []

@@ -114,6 +114,7 @@ def test_a_pool_that_hangs_makes_it_not_ready_and_no_web_process_hang(runtime: P
         assert service.terminate() == 0
 
 
+@pytest.mark.long
 def test_a_stopped_web_process_holds_up_nobody(runtime: Path, tmp_path: Path) -> None:
     """Plans that it does not read fill its connection, and this one is too large for it at once."""
     keys = json.dumps([f"{number:064}" for number in range(10_000)])
@@ -207,6 +208,7 @@ def test_all_that_dies_is_replaced_when_the_folder_of_the_service_was_removed(
         until(lambda: "every worker has been replaced" in service.log())
 
 
+@pytest.mark.long
 def test_two_services_have_two_pools(runtime: Path) -> None:
     with (
         Serving(*OBEDIENT, **folders(runtime)) as one,

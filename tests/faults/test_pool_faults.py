@@ -278,6 +278,7 @@ def test_a_pool_that_cannot_serve_is_told_with_its_reason(
     assert streamer.predict([2]) == [4]
 
 
+@pytest.mark.long
 def test_a_pool_that_can_serve_no_more_is_not_told_with_the_reason_of_another(
     shared: Shared, failing: Failing
 ) -> None:

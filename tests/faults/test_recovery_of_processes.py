@@ -188,6 +188,7 @@ def test_a_worker_host_whose_loop_fails_while_it_waits_for_a_worker_ends_with_an
         assert isinstance(ended.exception(), StreamerBroken)
 
 
+@pytest.mark.long
 def test_a_worker_host_that_is_stopped_just_when_it_begins_to_wait_has_not_failed(
     host_of: HostOf, streamer: RedisStreamer, weights: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_stream_of_long_outputs_goes_on_after_its_worker_died(
     assert [int(output) for output in (*got, *stream)] == [*range(1, 21)]
 
 
+@pytest.mark.long
 def test_a_redis_that_has_lost_its_data_fails_the_stream() -> None:
     """Nothing is left by which anything could go on."""
     with (
