@@ -51,7 +51,6 @@ class Finisher:
 
     def __init__(self, state: HostState, *, on_failure: Callable[[BaseException], None]) -> None:
         self._state = state
-        self._options = state.options
         self._keys = state.keys
         self._wire = state.wire
         self._on_failure = on_failure
@@ -72,7 +71,7 @@ class Finisher:
         """
         backoff = Backoff(random.random)
         keep_at = 0.0
-        interval = self._options.claim_timeout / 3
+        interval = self._state.options.claim_timeout / 3
         while not self._has_finished:
             try:
                 now = time.monotonic()
@@ -179,7 +178,7 @@ class Finisher:
 
     def _keep(self) -> None:
         """Send a sign of life for this host and its claims; look for calls of silent hosts."""
-        state, options = self._state, self._options
+        state = self._state
         with state.lock:
             ids = [claim.id for claim in state.claims]
         is_in = state.has_joined and not state.is_leaving.is_set()
@@ -187,7 +186,7 @@ class Finisher:
             self.end()
             redis_now, gone, more = self.link.run(
                 KEEP, (self._keys.calls, state.inbox, self._keys.model),
-                options.name, options.life, self._keys.inboxes, state.least_idle,
+                state.name, state.life, self._keys.inboxes, state.least_idle,
                 state.announcement() if is_in else b"", *ids,
             )  # fmt: skip
         state.read_clock(redis_now)
@@ -224,7 +223,7 @@ class Finisher:
         """Send FINISH for those under way, which then are those that were sent."""
         outcomes = self._under_way
         keys = [self._keys.calls]
-        arguments: list[Any] = [self._options.reply_life, self._options.name]
+        arguments: list[Any] = [self._state.reply_life, self._state.name]
         clients: dict[str, int] = {}
         answered: list[Outcome] = []
         size = 0
@@ -273,7 +272,7 @@ class Finisher:
                 self._on_failure(error)
             if flow is not None and flow.has_begun:
                 error = WorkerLost("the worker host ended after outputs were handed out")
-            elif self._options.max_attempts > 1 or not outcome.was_running:
+            elif self._state.max_claims > 1 or not outcome.was_running:
                 return None  # handed back at the end
             else:
                 error = WorkerLost("the worker host ended while it computed this call")
@@ -300,7 +299,7 @@ class Finisher:
     def _set_aside(self, claim: Claim, error: BadMessage) -> None:
         self.link.run(
             SET_ASIDE, (self._keys.calls, self._keys.dead),
-            claim.id, self._options.name, str(error)[:_LONGEST_REASON],
+            claim.id, self._state.name, str(error)[:_LONGEST_REASON],
             _DEAD_LETTERS, 1000 * _DEAD_LETTER_TTL, _DEAD_LETTER_BYTES,
         )  # fmt: skip
         self._state.counts["set_aside"] += 1

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..engine.engine import Engine
 from ..engine.threads import Doorbell
 from ..errors import ModelError, Overloaded, StreamerError
+from ..options.table import RedisWorkerOptions
 from ..workers.protocol import Failure
 from .claims import Claim, Claims, Outflow, Outflows
 from .link import Address
@@ -35,41 +36,6 @@ _MOST_AT_END = 1 << 16
 _OVERHEAD = 320
 
 
-class HostOptions(NamedTuple):
-    """Options of a host.
-
-    Attributes:
-        name: unique name among the hosts of a Redis.
-        prefix: prefix of the keys.
-        claim_timeout: seconds without a sign of life until other hosts claim its calls.
-        reply_ttl: seconds that replies are kept for a client that does not fetch them.
-        max_attempts: how many hosts may claim a call; 1 if it must not be computed twice.
-        model: name of the model; all hosts of a prefix have the same.
-    """
-
-    name: str
-    prefix: str
-    claim_timeout: float
-    reply_ttl: float
-    max_attempts: int
-    model: str
-
-    @property
-    def life(self) -> int:
-        """Of the host's inbox without a sign of life, milliseconds."""
-        return math.ceil(3000 * self.claim_timeout)
-
-    @property
-    def reply_life(self) -> int:
-        """The same of replies."""
-        return math.ceil(1000 * self.reply_ttl)
-
-    @property
-    def idle(self) -> int:
-        """Milliseconds without a sign of life after which a call is another host's."""
-        return math.ceil(1000 * self.claim_timeout)
-
-
 class Outcome(NamedTuple):
     """The outcome of a claimed call, to be sent to Redis."""
 
@@ -88,7 +54,14 @@ class Outcome(NamedTuple):
 class HostState:
     """Of one host. What changes claims is for any thread.
 
+    Args:
+        name: unique among the hosts of a Redis.
+
     Attributes:
+        max_claims: how many hosts may claim a call; 1 if it must not be computed twice.
+        life: milliseconds that the host's inbox is kept without a sign of life.
+        reply_life: the same of replies.
+        idle: milliseconds without a sign of life after which a call is another host's.
         lock: guards the claims, their outputs and the counts.
         outcomes: to be sent.
         flows: outputs of streams to be sent.
@@ -105,21 +78,24 @@ class HostState:
         self,
         address: Address,
         wire: Wire,
-        keys: Keys,
         engine: Engine,
-        options: HostOptions,
-        batch_size: int,
+        options: RedisWorkerOptions,
+        name: str,
     ) -> None:
         self.address = address
         self.wire = wire
-        self.keys = keys
+        self.keys = Keys(options.prefix)
         self.engine = engine
         self.options = options
-        self.batch_size = batch_size
+        self.name = name
+        self.max_claims = options.max_attempts if options.retry else 1
+        self.life = math.ceil(3000 * options.claim_timeout)
+        self.reply_life = math.ceil(1000 * options.reply_ttl)
+        self.idle = math.ceil(1000 * options.claim_timeout)
         #: Key of the host's own inbox, which is there while it is alive.
-        self.inbox = keys.inbox(options.name)
+        self.inbox = self.keys.inbox(name)
         self.lock = threading.RLock()  # a finalizer of a user's may run while it is held
-        self.claims = Claims(batch_size)
+        self.claims = Claims(options.batch_size)
         self.flows = Outflows()
         self.outcomes: collections.deque[Outcome] = collections.deque()
         self.has_room = Doorbell()
@@ -164,7 +140,7 @@ class HostState:
     @property
     def least_idle(self) -> int:
         """Milliseconds after which this host may claim a call of another one now."""
-        return LEFT if time.monotonic() < self._takes_over_from else self.options.idle
+        return LEFT if time.monotonic() < self._takes_over_from else self.idle
 
     def read_clock(self, redis_now: int) -> None:
         """Redis has just said its time, in milliseconds."""
