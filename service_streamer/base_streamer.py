@@ -60,7 +60,7 @@ class BaseStreamer:
 
     def __init__(self, worker_timeout: float | DefaultTimeout | None) -> None:
         if worker_timeout is not LIBRARY_TIMEOUT:
-            worker_timeout = kinds.seconds(none="no limit").check("worker_timeout", worker_timeout)
+            worker_timeout = kinds.TIME_LIMIT.check("worker_timeout", worker_timeout)
         self._given_timeout = worker_timeout
 
     @property

@@ -81,7 +81,7 @@ class _Module(types.ModuleType):
 
     @WORKER_TIMEOUT.setter
     def WORKER_TIMEOUT(self, seconds: float | None) -> None:  # noqa: N802
-        defaults.worker_timeout = kinds.seconds(none="no limit").check("WORKER_TIMEOUT", seconds)
+        defaults.worker_timeout = kinds.TIME_LIMIT.check("WORKER_TIMEOUT", seconds)
 
 
 sys.modules[__name__].__class__ = _Module
