@@ -44,6 +44,7 @@ from typing import Any
 from .engine.backend import IN_CALLBACK, Backend, Outcome, PassThrough
 from .engine.threads import Timer, is_owned, start_thread
 from .errors import ModelError, SharedBatchError, StreamerError
+from .observe.metrics import nonzero
 from .observe.record import Call, CallOptions, Timing
 from .options.table import SharingOptions
 from .reporting import explain_missing, quiet_log, summary
@@ -530,10 +531,7 @@ class SingleFlight(PassThrough):
         return self._inner.decode(outputs)
 
     def describe(self) -> str:
-        counts = (("deduplicated", self.deduplicated), ("cached", self.cached))
-        return " | ".join(
-            [self._inner.describe(), *(f"{name} {count}" for name, count in counts if count)]
-        )
+        return " | ".join([self._inner.describe(), *nonzero(self, "deduplicated", "cached")])
 
     def forget(self) -> None:
         """Empty the cache. What is being computed does not come into it either."""

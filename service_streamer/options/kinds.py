@@ -345,14 +345,16 @@ class Options:
         known = {each.name for each in options_of(cls)}
         return cls(**{name: values[name] for name in known & values.keys()} | changes)
 
-    def arguments(self, constructor: type) -> dict[str, Any]:
-        """The values by name, for a constructor that has some of them."""
-        return {each.name: getattr(self, each.name) for each in options_of(self, constructor)}
+    def arguments(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The values by name, for a constructor or function that has some of them."""
+        return {each.name: getattr(self, each.name) for each in options_of(self, function)}
 
 
-def options_of(of: Options | type[Options], constructor: type | None = None) -> Iterator[Option]:
-    """The options of a class in order, or those of them that a constructor has."""
-    names = None if constructor is None else inspect.signature(constructor).parameters
+def options_of(
+    of: Options | type[Options], function: Callable[..., Any] | None = None
+) -> Iterator[Option]:
+    """The options of a class in order, or those of them that a constructor or function has."""
+    names = None if function is None else inspect.signature(function).parameters
     for each in fields(of):  # type: ignore[arg-type]
         if "kind" in each.metadata and (names is None or each.name in names):
             yield Option(each.name, each.default, **each.metadata)

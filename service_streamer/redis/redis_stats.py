@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..observe.metrics import StreamerStats
+from ..observe.metrics import StreamerStats, nonzero
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,10 @@ class RedisStreamerStats:
         text = f"{self.state} | pending {self.pending}"
         if self.hosts is not None:
             text += f" | in Redis {self.queued} | worker hosts {self.hosts}"
-        names = (
-            "outages", "expired", "cancelled", "rejected", "unreadable", "lost", "deduplicated",
-            "cached",
+        totals = nonzero(
+            self, "outages", "expired", "cancelled", "rejected", "unreadable", "lost",
+            "deduplicated", "cached",
         )  # fmt: skip
-        totals = (f"{name} {getattr(self, name)}" for name in names if getattr(self, name))
         return " | ".join([text, *totals])
 
 
@@ -92,12 +91,8 @@ class RedisWorkerStats:
     @property
     def gist(self) -> str:
         """A one-line summary."""
-        names = (
-            "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside", "outages",
+        totals = nonzero(
+            self, "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside",
+            "outages",
         )  # fmt: skip
-        totals = (
-            f"{name.replace('_', ' ')} {getattr(self, name)}"
-            for name in names
-            if getattr(self, name)
-        )
         return " | ".join([self.pool.gist, f"held {self.held}", f"claimed {self.claimed}", *totals])
