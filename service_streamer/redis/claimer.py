@@ -21,7 +21,7 @@ from ..errors import (
 from ..observe.record import Call
 from ..reporting import report_bug, summary
 from ..workers.protocol import Failure
-from .claims import Claim
+from .claims import Claim, StreamClaim
 from .finisher import Finisher
 from .host_state import HostState
 from .link import Backoff, Link, LinkError, NoGroup, Outages, entries, log
@@ -195,7 +195,8 @@ class Claimer:
             if state.add(claim, claims):
                 state.finish(claim, failure=Failure(error.with_traceback(None)))
             return
-        claim = Claim(id_, client, number, len(payloads))
+        kind = StreamClaim if options.stream else Claim
+        claim = kind(id_, client, number, len(payloads))
         if not state.add(claim, claims):
             return
         call = Call(
@@ -240,7 +241,7 @@ class Claimer:
 
     def _submit(self, claim: Claim, call: Call) -> None:
         state = self._state
-        if call.is_stream:
+        if isinstance(claim, StreamClaim):
             with state.lock:
                 state.flows.open(claim)
         try:
@@ -271,6 +272,7 @@ class _Reply:
         self._claim.call = call
 
     def put_part(self, output: Any) -> None:
+        assert isinstance(self._claim, StreamClaim)
         self._state.put(self._claim, output)
 
     def end(self, outcome: list[Any] | Failure) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import BadMessage, StreamerBroken, StreamerClosed, WorkerLost, WorkerStartError
 from ..reporting import report_bug
 from ..workers.protocol import Failure
-from .claims import Claim
+from .claims import Claim, StreamClaim
 from .host_state import HostState, Outcome
 from .host_streams import HostStreams
 from .link import Backoff, Link, LinkError, NoGroup, Outages, log
@@ -213,8 +213,8 @@ class Finisher:
         while self._waiting and len(self._under_way) < most:
             outcome = self._waiting[0]
             size += sum(map(len, outcome.outputs))
-            if outcome.claim.outflow is not None:
-                size += outcome.claim.outflow.size
+            if isinstance(outcome.claim, StreamClaim):
+                size += outcome.claim.bytes_waiting
             if size > most_bytes:
                 break
             self._under_way.append(self._waiting.popleft())
@@ -248,7 +248,7 @@ class Finisher:
                         )
                     if claim.is_unread:
                         client = -client
-                arguments += (claim.id, client, reply, int(claim.outflow is not None))
+                arguments += (claim.id, client, reply, int(isinstance(claim, StreamClaim)))
             if answered:
                 self.link.send(FINISH, keys, *arguments)
         except LinkError:
@@ -259,18 +259,18 @@ class Finisher:
     def _reply(self, outcome: Outcome) -> bytes | None:
         """The client's reply; empty if it has no client, None if another host should compute it."""
         claim = outcome.claim
-        flow = claim.outflow
+        stream = claim if isinstance(claim, StreamClaim) else None
         if outcome.failure is None:
-            if flow is None:
+            if stream is None:
                 return self._wire.results(claim.client, claim.number, outcome.outputs)
-            rest = [*flow.waiting, *outcome.outputs]
-            return self._wire.stream_end(claim.client, claim.number, flow.written, rest)
+            rest = [*stream.waiting, *outcome.outputs]
+            return self._wire.stream_end(claim.client, claim.number, stream.written, rest)
         error = outcome.failure.exception()
         if self._is_ours(outcome.failure, error):
             if not self._state.is_leaving.is_set():
                 # The engine may recover before the claimer looks, but this call is unanswered.
                 self._on_failure(error)
-            if flow is not None and flow.has_begun:
+            if stream is not None and stream.has_begun:
                 error = WorkerLost("the worker host ended after outputs were handed out")
             elif self._state.max_claims > 1 or not outcome.was_running:
                 return None  # handed back at the end
@@ -283,9 +283,9 @@ class Finisher:
             return b""
         if claim.is_unread and isinstance(error, BadMessage):
             return self._wire.notice(claim.number, error.reason)
-        if flow is not None and flow.waiting:
+        if stream is not None and stream.waiting:
             return self._wire.stream_end(
-                claim.client, claim.number, flow.written, flow.waiting, error
+                claim.client, claim.number, stream.written, stream.waiting, error
             )
         return self._wire.failure(claim.client, claim.number, error)
 
