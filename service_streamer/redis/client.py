@@ -52,7 +52,7 @@ from .receiver import Receiver
 from .redis_stats import RedisStreamerStats
 from .scripts import ENQUEUE, PART, REFRESH, TELL, Keys
 from .sent_calls import SentCalls
-from .wire import Wire, make_wire
+from .wire import Wire
 
 #: Seconds between two signs of life to Redis.
 _REFRESH = 5.0
@@ -121,7 +121,7 @@ class Client(RemoteClient[SentCalls]):
     """
 
     def __init__(self, options: RedisStreamerOptions) -> None:
-        address, wire = Address(options.redis_broker), make_wire(options)
+        address, wire = Address(options.redis_broker), Wire(options)
         calls = SentCalls(options.max_pending)
         self._keys = Keys(options.prefix)
         self._receiver = Receiver(address, wire, calls, options, on_bug=self._fail_all)

@@ -36,7 +36,7 @@ from .host import Host
 from .link import Address, log
 from .redis_stats import RedisWorkerStats
 from .serializers import WireCodec
-from .wire import Secret, Serializer, make_wire
+from .wire import Secret, Serializer, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class RedisWorker:
             worker_timeout=None,
             model_name=_name_of(model_class) if model_name is None else model_name,
         )
-        self._wire = make_wire(options)
+        self._wire = Wire(options)
         self._address = Address(redis_broker)
         self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._model = model_class
