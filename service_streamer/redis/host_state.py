@@ -102,13 +102,7 @@ class HostState:
         self.has_work = Doorbell()
         self.is_leaving = threading.Event()
         self.has_orphans = self.takes_a_batch = False
-        self.counts = dict.fromkeys(
-            (
-                "claimed", "taken_over", "taken_away", "late", "handed_back", "expired",
-                "set_aside",
-            ),
-            0,
-        )  # fmt: skip
+        self.counts: collections.Counter[str] = collections.Counter()
         self._most_at_end = min(_MOST_AT_END, wire.max_bytes // 2)
         self._pause_lock = threading.Lock()
         self._redis_ahead = 0.0  # seconds, of our monotonic clock

@@ -79,14 +79,14 @@ class RedisWorkerStats:
     state: str
     pool: StreamerStats
     held: int
-    claimed: int
-    taken_over: int
-    taken_away: int
-    late: int
-    handed_back: int
-    expired: int
-    set_aside: int
-    outages: int
+    claimed: int = 0
+    taken_over: int = 0
+    taken_away: int = 0
+    late: int = 0
+    handed_back: int = 0
+    expired: int = 0
+    set_aside: int = 0
+    outages: int = 0
 
     @property
     def gist(self) -> str:
