@@ -24,7 +24,7 @@ class DefaultTimeout(enum.Enum):
     """Stands for a default time limit in a signature."""
 
     WORKER_TIMEOUT = "worker_timeout"  # of predict: that of its streamer
-    LIBRARY_TIMEOUT = "WORKER_TIMEOUT"  # of a streamer: ``defaults.worker_timeout``
+    LIBRARY_TIMEOUT = "WORKER_TIMEOUT"  # of a streamer: ``library_timeout``
 
     def __repr__(self) -> str:
         return self.value
@@ -37,18 +37,9 @@ LIBRARY_TIMEOUT: Literal[DefaultTimeout.LIBRARY_TIMEOUT] = DefaultTimeout.LIBRAR
 _STREAM = CallOptions(stream=True)
 
 
-class Defaults:
-    """What an application may set for all streamers of its process, at any time.
-
-    Attributes:
-        worker_timeout: of streamers that were built without one, seconds; None for ever. The module
-            ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
-    """
-
-    worker_timeout: float | None = 20.0
-
-
-defaults = Defaults()
+#: Of streamers that were built without ``worker_timeout``, seconds; None for ever. The module
+#: ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
+library_timeout: float | None = 20.0
 
 
 class BaseStreamer:
@@ -60,7 +51,7 @@ class BaseStreamer:
 
     def __init__(self, worker_timeout: float | DefaultTimeout | None) -> None:
         if worker_timeout is not LIBRARY_TIMEOUT:
-            worker_timeout = kinds.seconds(none="no limit").check("worker_timeout", worker_timeout)
+            worker_timeout = kinds.TIME_LIMIT.check("worker_timeout", worker_timeout)
         self._given_timeout = worker_timeout
 
     @property
@@ -71,7 +62,7 @@ class BaseStreamer:
     @property
     def _worker_timeout(self) -> float | None:
         given = self._given_timeout
-        return defaults.worker_timeout if isinstance(given, DefaultTimeout) else given
+        return library_timeout if isinstance(given, DefaultTimeout) else given
 
     def predict(
         self,

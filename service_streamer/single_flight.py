@@ -44,6 +44,7 @@ from typing import Any
 from .engine.backend import IN_CALLBACK, Backend, Outcome, PassThrough
 from .engine.threads import Timer, is_owned, start_thread
 from .errors import ModelError, SharedBatchError, StreamerError
+from .observe.metrics import nonzero
 from .observe.record import Call, CallOptions, Timing
 from .options.table import SharingOptions
 from .reporting import explain_missing, quiet_log, summary
@@ -292,9 +293,7 @@ class SingleFlight(PassThrough):
                         caller.items.append(Item(key, payload, own, output))
                 outputs = caller.outputs()
             if outputs is None:
-                for computation in caller.computations:
-                    self._prolong(computation, caller.deadline)
-                self._start(own)
+                self._start(caller, own)
                 # A call that is flushed later must not hold up others. These may have joined, and
                 # flushed, before there was anything to flush.
                 if not call.more or len(own.callers) > 1:
@@ -311,13 +310,10 @@ class SingleFlight(PassThrough):
         elif call.is_watched and timeout is not None:
             self.timer.watch(caller)
 
-    def _join(
-        self, caller: Caller, own: Computation, key: bytes | None, payload: Any
-    ) -> Computation:
+    def _join(self, caller: Caller, own: Computation, key: bytes | None, payload: Any) -> None:
         """Have the caller wait for an item that is in flight, or for one of its own. Locked.
 
-        Returns its computation. An interrupt may end it between any lines: what it has left behind,
-        ``_leave`` finds.
+        An interrupt may end it between any lines: what it has left behind, ``_leave`` finds.
         """
         for item in reversed(self._items.get(key, ())):
             if self._serves(item.computation, own, caller.deadline):
@@ -330,7 +326,6 @@ class SingleFlight(PassThrough):
         item.wanted += 1
         caller.items.append(item)
         item.computation.callers[caller] = None
-        return item.computation
 
     def _serves(self, computation: Computation, own: Computation, deadline: float) -> bool:
         """Whether a caller that waits until the deadline fares as well as with its own."""
@@ -416,18 +411,20 @@ class SingleFlight(PassThrough):
                 self._items[item.key] = others
         return items, callers
 
-    def _start(self, computation: Computation) -> None:
-        """Submit it, unless it has no items; call ``flush`` next.
+    def _start(self, caller: Caller, own: Computation) -> None:
+        """Prolong what the caller has joined, and submit its own; call ``flush`` next.
 
-        It is withdrawn if its last caller has left by then.
+        Its own is withdrawn if the last caller has left by then.
         """
-        if computation.is_over:
+        for computation in caller.computations:
+            self._prolong(computation, caller.deadline)
+        if own.is_over:
             return
-        timeout = None if computation.until == math.inf else computation.until - self._clock()
-        payloads = [item.payload for item in computation.items]
-        self._inner.submit(Call(payloads, computation, timeout, computation.options, more=True))
-        if computation.is_over and computation.call is not None:
-            self._inner.withdraw(computation.call)
+        timeout = None if own.until == math.inf else own.until - self._clock()
+        payloads = [item.payload for item in own.items]
+        self._inner.submit(Call(payloads, own, timeout, own.options, more=True))
+        if own.is_over and own.call is not None:
+            self._inner.withdraw(own.call)
 
     def answer(self, computation: Computation, outputs: list[Any]) -> None:
         """A computation succeeded."""
@@ -467,42 +464,34 @@ class SingleFlight(PassThrough):
             with self.lock:
                 waiting = [caller for caller in callers if not caller.is_over]
                 waiting.sort(key=_urgency)
-                restarted = [
-                    (caller, *entry)
-                    for caller in waiting for entry in self._join_again(caller, computation)
-                ]  # fmt: skip
-            for caller, again, joined in restarted:
+                restarted = [(caller, self._join_again(caller, computation)) for caller in waiting]
+            for caller, own in restarted:
                 try:
-                    self._prolong(joined, caller.deadline)
-                    self._start(again)
+                    self._start(caller, own)
                 except (Exception, SystemExit) as error:  # which may be of the user's ``length``
-                    failing.append((again, Failure(error.with_traceback(None))))
+                    failing.append((own, Failure(error.with_traceback(None))))
             if restarted:
                 self._inner.flush()
 
-    def _join_again(
-        self, caller: Caller, computation: Computation
-    ) -> list[tuple[Computation, Computation]]:
-        """Have a caller wait for what it does not get of a computation: each item by itself.
+    def _join_again(self, caller: Caller, failed: Computation) -> Computation:
+        """Have a caller wait for what it does not get of a computation.
 
-        Returns for each a new computation, empty if it has joined another one, and the one that it
-        has joined. Locked.
+        Returns its own new one, of the items that no other serves; empty if there are none. Locked.
         """
-        restarted = []
+        own = self._computation(caller)
         items, caller.items = caller.items, []
         for item in items:
-            if item.computation is computation and item.output is _MISSING:
-                again = self._computation(caller)
-                restarted.append((again, self._join(caller, again, item.key, item.payload)))
+            if item.computation is failed and item.output is _MISSING:
+                self._join(caller, own, item.key, item.payload)
             else:
                 caller.items.append(item)
-        return restarted
+        return own
 
     def _failures(self, computation: Computation, failure: Failure) -> dict[Caller, Failure]:
         """The callers that fail of a failed computation. Locked.
 
         A call fails of any of its items. Who waits for only some of them does not know that it is
-        of theirs: so these are computed again, each by itself.
+        of theirs: so these are computed again, without the others.
         """
         name = failure.text.partition(":")[0]  # without unpickling it
         kind = name if failure.remote_traceback is None else ""  # a model may raise ours, too
@@ -542,10 +531,7 @@ class SingleFlight(PassThrough):
         return self._inner.decode(outputs)
 
     def describe(self) -> str:
-        counts = (("deduplicated", self.deduplicated), ("cached", self.cached))
-        return " | ".join(
-            [self._inner.describe(), *(f"{name} {count}" for name, count in counts if count)]
-        )
+        return " | ".join([self._inner.describe(), *nonzero(self, "deduplicated", "cached")])
 
     def forget(self) -> None:
         """Empty the cache. What is being computed does not come into it either."""

@@ -200,7 +200,7 @@ class ScaledStreamer(PoolStreamer):
         """
         try:
             self._engine.restart_workers(
-                PATIENCE.check("timeout", timeout), kinds.flag(auto=True).check("overlap", overlap)
+                PATIENCE.check("timeout", timeout), kinds.FLAG_OR_AUTO.check("overlap", overlap)
             )
         finally:
             self.clear_cache()  # of the old weights' results
@@ -220,7 +220,7 @@ class ScaledStreamer(PoolStreamer):
             StreamerClosed: the streamer is closed.
             TypeError, ValueError: it is no such number or pair.
         """
-        self._engine.scale(kinds.workers().check("worker_num", worker_num))
+        self._engine.scale(kinds.WORKERS.check("worker_num", worker_num))
 
 
 @documented(StreamerOptions)

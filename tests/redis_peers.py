@@ -15,7 +15,7 @@ from redis.connection import AbstractConnection
 from conftest import await_that
 from service_streamer.observe.record import CallOptions
 from service_streamer.options.table import BrokerOptions
-from service_streamer.redis.wire import RemoteAnswer, Wire, make_wire
+from service_streamer.redis.wire import RemoteAnswer, Wire
 
 
 class Keys:
@@ -49,7 +49,7 @@ class Keys:
 
 def wire(prefix: str = "", **options: Any) -> Wire:
     """What makes and reads the messages of one prefix, with these options of both sides."""
-    return make_wire(BrokerOptions.select({"prefix": prefix, **options}))
+    return Wire(BrokerOptions.select({"prefix": prefix, **options}))
 
 
 def client_name(ask: redis.Redis, keys: Keys) -> str:

@@ -355,8 +355,8 @@ def test_numpy_and_torch_are_not_imported_for_plain_data() -> None:
     script = """if True:
         import sys
         from service_streamer.options.table import BrokerOptions
-        from service_streamer.redis.wire import make_wire
-        codec = make_wire(BrokerOptions()).codec
+        from service_streamer.redis.wire import Wire
+        codec = Wire(BrokerOptions()).codec
         assert codec.decode(codec.encode([1, ("a", 2**70), {1j: None}]))
         for item in ({1}, object()):
             try:

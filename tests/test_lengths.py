@@ -17,7 +17,7 @@ from conftest import ERROR_TYPES, AnyStreamer, await_that
 from contract.calls import Lengths, two
 from service_streamer import ManagedModel, RedisStreamer, RedisWorker, Streamer, ThreadedStreamer
 from service_streamer.options.table import BrokerOptions, StreamerOptions
-from service_streamer.redis.wire import make_wire
+from service_streamer.redis.wire import Wire
 
 if TYPE_CHECKING:
     import redis
@@ -244,7 +244,7 @@ def test_a_call_whose_items_cannot_be_decoded_harms_no_host_with_lengths(
     prefix: str,
 ) -> None:
     worker = host(Static)
-    wire = make_wire(BrokerOptions(prefix=prefix))
+    wire = Wire(BrokerOptions(prefix=prefix))
     for number, payload in enumerate((b"\xc1", b"")):
         message = wire.call("stranger", number, [wire.codec.encode("abc"), payload])
         ask.xadd(keys.calls, {"m": message})

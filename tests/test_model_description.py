@@ -105,8 +105,8 @@ def test_a_worker_host_announces_what_its_model_says(
 
 
 def test_an_announcement_is_signed_for_its_prefix_and_is_no_reply() -> None:
-    def wire(prefix: str = "a", secret: bytes | None = SECRET, most: int = 1000) -> Wire:
-        return Wire(redis_peers.wire().codec, secret=secret, prefix=prefix, max_bytes=most)
+    def wire(prefix: str = "a", secret: bytes | None = SECRET, most: int = 1024) -> Wire:
+        return redis_peers.wire(prefix, secret=secret, max_message_bytes=most)
 
     message = wire().announcement({"model": "a"})
     assert wire().read_announcement(message) == {"model": "a"}

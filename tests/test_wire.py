@@ -29,13 +29,10 @@ from service_streamer.redis.wire import CallOptions, OutputRun, RemoteAnswer, Wi
 from test_codec import CHANGES, FUZZ, Changes, changed
 
 SECRET = b"sixteen bytes or more"
-MSGPACK = redis_peers.wire().codec
-PICKLE = redis_peers.wire(serializer="pickle", secret=SECRET).codec
 
 
-def wire(secret: bytes | None = None, prefix: str = "", **options: Any) -> Wire:
-    settings: dict[str, Any] = {"max_bytes": 10_000, **options}
-    return Wire(settings.pop("codec", MSGPACK), secret=secret, prefix=prefix, **settings)
+def wire(secret: bytes | None = None, **options: Any) -> Wire:
+    return redis_peers.wire(secret=secret, **{"max_message_bytes": 10_000, **options})
 
 
 def test_a_message_of_another_format_says_what_to_install() -> None:
@@ -170,7 +167,7 @@ def test_another_error_arrives_as_itself_if_it_is_named_and_else_by_its_text() -
         arrived = travelled(unknown)
         assert type(arrived) is ModelError
         assert type(unknown).__qualname__ in str(arrived)
-    options = {"secret": SECRET, "codec": PICKLE}  # with which any error arrives as itself
+    options = {"secret": SECRET, "serializer": "pickle"}  # with which any error arrives as itself
     arrived = travelled(DetailedError("why", 3), **options)
     assert isinstance(arrived, DetailedError)
     odd = travelled(OddError("a", "b"), **options)
@@ -193,8 +190,8 @@ def test_the_traceback_and_the_causes_come_along() -> None:
 
 
 def test_message_that_is_too_long_becomes_an_error_that_says_so() -> None:
-    short = wire(max_bytes=1000)
-    with pytest.raises(ValueError, match="max_message_bytes is 1000"):
+    short = wire(max_message_bytes=1024)
+    with pytest.raises(ValueError, match="max_message_bytes is 1024"):
         short.call("web", 7, [b"x" * 1000])
     for reply, text in (
         (short.results("web", 7, [b"x" * 1000]), "too large"),

@@ -24,6 +24,12 @@ from typing import Any, Self
 from .record import BatchRecord, Reason, StepReport
 
 
+def nonzero(stats: object, *names: str) -> list[str]:
+    """Of these totals those that are not 0, for a line such as "failed 2 | taken over 1"."""
+    counts = [(name.replace("_", " "), getattr(stats, name)) for name in names]
+    return [f"{name} {count}" for name, count in counts if count]
+
+
 @dataclass(frozen=True, slots=True)
 class StreamerStats:
     """A snapshot; totals are since the streamer was built.
@@ -95,11 +101,10 @@ class StreamerStats:
         )
         if self.worker_range is not None:
             text += " ({} wanted, {} to {})".format(self.wanted, *self.worker_range)
-        names = (
-            "restarts", "failed", "retries", "expired", "cancelled", "rejected", "isolated",
+        totals = nonzero(
+            self, "restarts", "failed", "retries", "expired", "cancelled", "rejected", "isolated",
             "deduplicated", "cached",
         )  # fmt: skip
-        totals = (f"{name} {getattr(self, name)}" for name in names if getattr(self, name))
         return " | ".join([text, *totals])
 
 

@@ -1,9 +1,9 @@
 """What values an option may have, how it is declared, and the objects that options travel in.
 
-Each kind checks a value, and says in words what it must be; a function for each makes it. An option
-is a field of a frozen dataclass in ``table``, whose metadata has its kind and says what it does. A
-class that has the option with another default, check or sentence declares it again. Docstrings,
-reference pages and the command line are derived from that.
+Each kind checks a value, and says in words what it must be. An option is a field of a frozen
+dataclass in ``table``, whose metadata has its kind and says what it does. A class that has the
+option with another default, check or sentence declares it again. Docstrings, reference pages and
+the command line are derived from that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -52,6 +52,14 @@ class Kind:
     auto: bool = False
     among: tuple[str, ...] = ()
 
+    def or_none(self, stands_for: str) -> Kind:
+        """The same, or None."""
+        return replace(self, none=stands_for)
+
+    def or_auto(self) -> Kind:
+        """The same, or the word "auto"."""
+        return replace(self, auto=True)
+
     def check(self, name: str, value: Any) -> Any:
         """The value of the option ``name``, as the package uses it.
 
@@ -80,59 +88,44 @@ class Kind:
         return self.normalize(value)
 
 
-def flag(*, auto: bool = False) -> Kind:
-    """True or False."""
-    types = (bool, str) if auto else (bool,)  # a word is no wrong type where "auto" is right
-    return Kind("flag", "True or False", types, lambda value: isinstance(value, bool), auto=auto)
+FLAG = Kind("flag", "True or False", (bool,))
+#: Another word than "auto" is of no wrong type.
+FLAG_OR_AUTO = Kind(
+    "flag", "True or False", (bool, str), lambda value: isinstance(value, bool), auto=True
+)
 
 
-def count(
-    least: float = 1,
-    most: float = math.inf,
-    *,
-    none: str = "",
-    auto: bool = False,
-    unit: str = "",
-    note: str = "",
-) -> Kind:
-    """A whole number.
-
-    Args:
-        unit: such as "bytes".
-        note: why it is one number, for instance.
-    """
+def count(least: float = 1, most: float = math.inf, *, more: str = "") -> Kind:
+    """A whole number; ``more`` ends its words."""
     words = f"a whole number of at least {least}" if least > -math.inf else "a whole number"
     if most < math.inf:
         words = f"a whole number from {least} to {most}"
-    words += f", in {unit}" * bool(unit) + f" ({note})" * bool(note)
-    return Kind(
-        "count", words, (int, numbers.Integral), lambda value: bool(least <= value <= most),
-        none=none, auto=auto,
-    )  # fmt: skip
+    types = (int, numbers.Integral)
+    return Kind("count", words + more, types, lambda value: bool(least <= value <= most))
 
 
-def workers() -> Kind:
-    """A number of workers, or the least and the most in a tuple."""
+def _least_and_most(value: Any) -> Any:
+    if not is_sequence(value):
+        return int(count().convert(value))
+    if len(value) != 2:
+        raise ValueError
+    least, most = (int(count().convert(each)) for each in value)
+    if least > most:
+        raise ValueError
+    return least, most
 
-    def normalize(value: Any) -> Any:
-        if not is_sequence(value):
-            return int(count().convert(value))
-        if len(value) != 2:
-            raise ValueError
-        least, most = (int(count().convert(each)) for each in value)
-        if least > most:
-            raise ValueError
-        return least, most
 
-    words = "a whole number of at least 1, or the least and the most, such as (1, 16)"
-    return Kind("workers", words, normalize=normalize)
+#: A number of workers, or the least and the most in a tuple.
+WORKERS = Kind(
+    "workers",
+    "a whole number of at least 1, or the least and the most, such as (1, 16)",
+    normalize=_least_and_most,
+)
 
 
 def number(
     *,
     zero: bool = False,
-    none: str = "",
-    auto: bool = False,
     noun: str = "a finite number",
     most: float = 1e300,  # arbitrary: a multiple of it is finite, too
     form: str = "number",
@@ -145,23 +138,22 @@ def number(
         return float(value)
 
     words = f"{noun} {'of at least' if zero else 'above'} 0"
-    return Kind(
-        form, words, (float, numbers.Real), lambda value: not value < 0 and (zero or value != 0),
-        normalize, none, auto,
-    )  # fmt: skip
+    types = (float, numbers.Real)
+    return Kind(form, words, types, lambda value: not value < 0 and (zero or value != 0), normalize)
 
 
-def seconds(*, zero: bool = False, none: str = "", auto: bool = False) -> Kind:
+def seconds(*, zero: bool = False) -> Kind:
     """A time that the operating system can wait for."""
-    noun = "a number of seconds"
-    return number(zero=zero, none=none, auto=auto, noun=noun, most=LONGEST_WAIT, form="seconds")
+    return number(zero=zero, noun="a number of seconds", most=LONGEST_WAIT, form="seconds")
 
 
+#: How long something may take.
+TIME_LIMIT = seconds().or_none("no limit")
 #: How long a caller waits for something to end.
-PATIENCE = seconds(none="no limit", zero=True)
+PATIENCE = seconds(zero=True).or_none("no limit")
 
 
-def named_numbers(*, zero: bool = False, none: str = "") -> Kind:
+def named_numbers(*, zero: bool = False) -> Kind:
     """Numbers by name; None for none."""
     each = number(zero=zero, noun="a dict of numbers")
 
@@ -176,13 +168,13 @@ def named_numbers(*, zero: bool = False, none: str = "") -> Kind:
         return {name: each.convert(amount) for name, amount in value.items()}
 
     types = (Mapping, type(None))
-    return Kind("numbers", f"{each.words}, by name", types, normalize=normalize, none=none)
+    return Kind("numbers", f"{each.words}, by name", types, normalize=normalize)
 
 
-def text(pattern: str = ".*", words: str = "a string", *, none: str = "") -> Kind:
+def text(pattern: str = ".*", words: str = "a string") -> Kind:
     """A string, perhaps of some pattern."""
     fits = re.compile(pattern, re.DOTALL).fullmatch
-    return Kind("text", words, (str,), lambda value: fits(value) is not None, none=none)
+    return Kind("text", words, (str,), lambda value: fits(value) is not None)
 
 
 #: The name of a shared pool, which is also that of its files.
@@ -192,58 +184,52 @@ POOL_NAME = text(
 )
 
 
-def choice(*among: str, none: str = "") -> Kind:
+def choice(*among: str) -> Kind:
     """One of several strings."""
     words = f"one of {', '.join(among)}"
-    return Kind("choice", words, is_valid=among.__contains__, none=none, among=among)
+    return Kind("choice", words, is_valid=among.__contains__, among=among)
 
 
-def devices(*, none: str, auto: bool) -> Kind:
-    """What CUDA_VISIBLE_DEVICES takes."""
-
-    def normalize(value: Any) -> Any:
-        if not is_sequence(value):
-            raise TypeError(f'must be a list or tuple of devices, "auto" or None; not {value!r}')
-        if not len(value):
-            raise ValueError
-        for device in value:
-            text = (
-                f"has the entry {device!r}, which must be a GPU number such as 0, a string such as "
-                '"0" or "GPU-1a2b", or "cpu"'
-            )
-            if isinstance(device, bool) or not isinstance(device, (int, str)):
-                raise TypeError(text)
-            if not _DEVICE_NAME.fullmatch(str(device)):
-                raise ValueError(text)
-        return value
-
-    words = 'GPU numbers such as 0,1, strings such as "GPU-1a2b", or cpu'
-    return Kind("devices", words, normalize=normalize, none=none, auto=auto)
+def _devices(value: Any) -> Any:
+    if not is_sequence(value):
+        raise TypeError(f'must be a list or tuple of devices, "auto" or None; not {value!r}')
+    if not len(value):
+        raise ValueError
+    for device in value:
+        text = (
+            f"has the entry {device!r}, which must be a GPU number such as 0, a string such as "
+            '"0" or "GPU-1a2b", or "cpu"'
+        )
+        if isinstance(device, bool) or not isinstance(device, (int, str)):
+            raise TypeError(text)
+        if not _DEVICE_NAME.fullmatch(str(device)):
+            raise ValueError(text)
+    return value
 
 
-def arguments(*, none: str) -> Kind:
-    """Positional arguments for a model."""
-
-    def normalize(value: Any) -> Any:
-        if not is_sequence(value):
-            raise TypeError
-        return value
-
-    return Kind("arguments", "a list or tuple", normalize=normalize, none=none)
+#: What CUDA_VISIBLE_DEVICES takes.
+DEVICES = Kind(
+    "devices", 'GPU numbers such as 0,1, strings such as "GPU-1a2b", or cpu', normalize=_devices
+)
 
 
-def named_arguments(*, none: str) -> Kind:
-    """Arguments by name."""
-    return Kind("arguments", "a dict", (Mapping,), none=none)
+def _sequence(value: Any) -> Any:
+    if not is_sequence(value):
+        raise TypeError
+    return value
 
 
-def function(*, none: str) -> Kind:
-    """An import string is looked at when it is imported."""
-    words = 'a function, or an import string "package.module:function"'
-    return Kind("function", words, (str, Callable), none=none)
+#: Arguments for a model: positional ones, and by name.
+ARGUMENTS = Kind("arguments", "a list or tuple", normalize=_sequence)
+NAMED_ARGUMENTS = Kind("arguments", "a dict", (Mapping,))
+
+#: An import string is looked at when it is imported.
+FUNCTION = Kind(
+    "function", 'a function, or an import string "package.module:function"', (str, Callable)
+)
 
 
-def file(*, none: str, exists: bool = False) -> Kind:
+def file(*, exists: bool = False) -> Kind:
     """The path of a file that can be made; with ``exists`` of one that is there."""
 
     def normalize(value: Any) -> Path:
@@ -256,54 +242,47 @@ def file(*, none: str, exists: bool = False) -> Kind:
             raise ValueError(f"must be the path of a file that exists; not {str(path)!r}")
         return path
 
-    words = "the path of a file"
-    return Kind("file", words, (str, os.PathLike), normalize=normalize, none=none)
+    return Kind("file", "the path of a file", (str, os.PathLike), normalize=normalize)
 
 
-def strategy(*, none: str) -> Kind:
-    """A word, or an object of Ray's, which Ray itself looks at."""
+#: Where Ray places workers: a word, or an object of Ray's, which Ray itself looks at.
+STRATEGY = Kind(
+    "strategy",
+    '"DEFAULT", "SPREAD" or an object of Ray\'s',
+    is_valid=lambda value: not isinstance(value, str) or value in ("DEFAULT", "SPREAD"),
+)
 
-    def is_valid(value: Any) -> bool:
-        return not isinstance(value, str) or value in ("DEFAULT", "SPREAD")
-
-    words = '"DEFAULT", "SPREAD" or an object of Ray\'s'
-    return Kind("strategy", words, is_valid=is_valid, none=none)
-
-
-def broker(*, none: str = "") -> Kind:
-    """Looked at when it is connected to."""
-    return Kind("broker", "an address of Redis, or a redis.Redis client", none=none)
+#: Looked at when it is connected to.
+BROKER = Kind("broker", "an address of Redis, or a redis.Redis client")
 
 
-def secret(*, none: str) -> Kind:
-    """A string or bytes, long enough to sign with. It is never part of a message."""
-
-    def normalize(value: Any) -> Any:
-        if not isinstance(value, (str, bytes)):
-            raise TypeError("must be a string or bytes")
-        length = len(value.encode() if isinstance(value, str) else value)
-        if length < _SHORTEST_SECRET:
-            raise ValueError(
-                f"has {length} bytes, and {_SHORTEST_SECRET} are the least; make one "
-                'with: python -c "import secrets; print(secrets.token_hex(32))"'
-            )
-        return value
-
-    words = f"a string of at least {_SHORTEST_SECRET} bytes"
-    return Kind("text", words, normalize=normalize, none=none)
+def _secret(value: Any) -> Any:
+    if not isinstance(value, (str, bytes)):
+        raise TypeError("must be a string or bytes")
+    length = len(value.encode() if isinstance(value, str) else value)
+    if length < _SHORTEST_SECRET:
+        raise ValueError(
+            f"has {length} bytes, and {_SHORTEST_SECRET} are the least; make one "
+            'with: python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+    return value
 
 
-def error_types() -> Kind:
-    """Classes of exceptions."""
+#: A string or bytes, long enough to sign with. It is never part of a message.
+SECRET = Kind("text", f"a string of at least {_SHORTEST_SECRET} bytes", normalize=_secret)
 
-    def normalize(value: Any) -> Any:
-        for kind in value:
-            if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-                raise TypeError(f"must be {words}; {kind!r} is none")
-        return value
 
-    words = "a tuple or list of exception classes"
-    return Kind("text", words, (tuple, list), normalize=normalize)
+def _error_types(value: Any) -> Any:
+    for each in value:
+        if not (isinstance(each, type) and issubclass(each, BaseException)):
+            raise TypeError(f"must be {ERROR_TYPES.words}; {each!r} is none")
+    return value
+
+
+#: Classes of exceptions.
+ERROR_TYPES = Kind(
+    "text", "a tuple or list of exception classes", (tuple, list), normalize=_error_types
+)
 
 
 @dataclass(frozen=True)
@@ -366,14 +345,16 @@ class Options:
         known = {each.name for each in options_of(cls)}
         return cls(**{name: values[name] for name in known & values.keys()} | changes)
 
-    def arguments(self, constructor: type) -> dict[str, Any]:
-        """The values by name, for a constructor that has some of them."""
-        return {each.name: getattr(self, each.name) for each in options_of(self, constructor)}
+    def arguments(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The values by name, for a constructor or function that has some of them."""
+        return {each.name: getattr(self, each.name) for each in options_of(self, function)}
 
 
-def options_of(of: Options | type[Options], constructor: type | None = None) -> Iterator[Option]:
-    """The options of a class in order, or those of them that a constructor has."""
-    names = None if constructor is None else inspect.signature(constructor).parameters
+def options_of(
+    of: Options | type[Options], function: Callable[..., Any] | None = None
+) -> Iterator[Option]:
+    """The options of a class in order, or those of them that a constructor or function has."""
+    names = None if function is None else inspect.signature(function).parameters
     for each in fields(of):  # type: ignore[arg-type]
         if "kind" in each.metadata and (names is None or each.name in names):
             yield Option(each.name, each.default, **each.metadata)

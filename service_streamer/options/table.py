@@ -9,13 +9,13 @@ reference pages are derived from this, and the options of the commands build upo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from . import kinds
 from .checks import Device, Workers, device_names, worker_range
-from .kinds import POOL_NAME, Options, option
+from .kinds import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class PendingOptions(Options):
     """How many calls may wait."""
 
     max_pending: int | None = option(
-        None, kinds.count(none="no bound"),
+        None, kinds.count().or_none("no bound"),
         "Upper bound on the items that wait; calls beyond it fail at once with Overloaded.",
         "Of each call at most two full batches count: others overtake the rest. Set it in a web "
         "service.",
@@ -45,7 +45,7 @@ class BatchingOptions(Options):
         "Rarely set: whether waiting pays is learned, and a lone caller never waits.",
     )  # fmt: skip
     max_batch_cost: float | None = option(
-        None, kinds.number(none="no bound"), "Upper bound on items × longest item.",
+        None, kinds.number().or_none("no bound"), "Upper bound on items × longest item.",
         "It bounds the memory of a batch. An item beyond it is computed alone.",
         shown="no bound",
     )  # fmt: skip
@@ -56,7 +56,7 @@ class LengthOptions(Options):
     """What an item costs."""
 
     length: Callable[[Any], float] | str | None = option(
-        None, kinds.function(none="that of the model's class"),
+        None, kinds.FUNCTION.or_none("that of the model's class"),
         "Function that returns the cost of an item, in any unit, or where to import it: "
         '"package.module:function".',
         "Items of similar cost share a batch. It is called in the process of the caller, for each "
@@ -70,7 +70,7 @@ class HangOptions(Options):
     """How long a worker may take."""
 
     batch_timeout: float | Literal["auto"] | None = option(
-        "auto", kinds.seconds(none="no limit", auto=True),
+        "auto", kinds.TIME_LIMIT.or_auto(),
         "How long a worker may compute one batch, in seconds; then it is killed and replaced.",
         '"auto" allows 60 s, twice the timeout of the calls in the batch, or ten times the longest '
         "batch so far, whichever is most. It allows at least 600 s for calls without a timeout and "
@@ -78,7 +78,7 @@ class HangOptions(Options):
         "have a timeout.",
     )  # fmt: skip
     start_timeout: float | Literal["auto"] | None = option(
-        "auto", kinds.seconds(none="no limit", auto=True),
+        "auto", kinds.TIME_LIMIT.or_auto(),
         "How long a worker may load its model, in seconds; then it is killed and replaced.",
         '"auto" allows one hour, and later ten times as long as loading took, but at least 600 s.',
     )  # fmt: skip
@@ -89,7 +89,7 @@ class ScaleOptions(Options):
     """How many workers there are."""
 
     worker_num: Workers = option(
-        1, kinds.workers(),
+        1, kinds.WORKERS,
         "Number of workers, which are processes that hold the model; or the least and the most.",
         "With (1, 16) the streamer starts workers while calls wait longer than 50 ms and than two "
         "full batches take, and ends them when the load has been low for some time. Processor "
@@ -112,7 +112,7 @@ class PlacementOptions(Options):
     """Where workers are, and what they may use there."""
 
     cuda_devices: Sequence[Device] | Literal["auto"] | None = option(
-        None, kinds.devices(none="leave the devices alone", auto=True),
+        None, kinds.DEVICES.or_none("leave the devices alone").or_auto(),
         "Devices of the workers in turn: GPU numbers, strings, UUIDs or cpu.",
         "A worker sees its device only. GPUs are numbered as in the process that starts the "
         "workers: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1. A worker whose GPU is missing "
@@ -126,7 +126,7 @@ class PlacementOptions(Options):
         "1. A model of your own spreads itself over them.",
     )  # fmt: skip
     cpu_threads: int | Literal["auto"] | None = option(
-        "auto", kinds.count(none="no change", auto=True),
+        "auto", kinds.count().or_none("no change").or_auto(),
         "Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS, torch, "
         "tokenizers).",
         '"auto" divides the cores among the workers and respects variables that you set. 1 is best '
@@ -166,10 +166,10 @@ class WorkerOptions(PlacementOptions, ScaleOptions):
     """How worker processes are placed and started."""
 
     model_init_args: Sequence[Any] | None = option(
-        None, kinds.arguments(none="none"), "Positional arguments of init_model."
+        None, kinds.ARGUMENTS.or_none("none"), "Positional arguments of init_model."
     )
     model_init_kwargs: Mapping[str, Any] | None = option(
-        None, kinds.named_arguments(none="none"), "Keyword arguments of init_model."
+        None, kinds.NAMED_ARGUMENTS.or_none("none"), "Keyword arguments of init_model."
     )
     mp_start_method: str = option(
         "spawn", kinds.choice("spawn", "fork", "forkserver"), "How worker processes are started.",
@@ -179,12 +179,12 @@ class WorkerOptions(PlacementOptions, ScaleOptions):
         "imported before the worker's environment is set.",
     )  # fmt: skip
     shared_memory_limit: int | None = option(
-        None, kinds.count(least=0, none="a quarter of the machine's memory", unit="bytes"),
+        None, kinds.count(0, more=", in bytes").or_none("a quarter of the machine's memory"),
         "Upper bound on the shared memory for large items and results, in bytes.",
         "With 0, and beyond the bound, they go through a pipe, which is slower.",
     )  # fmt: skip
     wait_for_worker_ready: bool = option(
-        False, kinds.flag(),
+        False, kinds.FLAG,
         "Whether the constructor returns only when every worker has loaded its model.",
     )  # fmt: skip
 
@@ -194,7 +194,7 @@ class SharingOptions(Options):
     """Whether the same item is computed once for several callers."""
 
     deduplicate: bool = option(
-        False, kinds.flag(),
+        False, kinds.FLAG,
         "Whether identical items that are in flight at the same time are computed once.",
         "Items are identical if they pickle to the same bytes. For models whose result depends on "
         "the item only.",
@@ -205,7 +205,7 @@ class SharingOptions(Options):
         "that were not used for longest are dropped.",
     )  # fmt: skip
     cache_ttl: float | None = option(
-        None, kinds.seconds(none="no limit"), "How long results are kept, in seconds.",
+        None, kinds.TIME_LIMIT, "How long results are kept, in seconds.",
         shown="while there is room",
     )  # fmt: skip
 
@@ -224,13 +224,13 @@ class CallerOptions(Options):
     """What holds for the calls of a process."""
 
     worker_timeout: float | None = option(
-        20.0, kinds.seconds(none="no limit"),
+        20.0, kinds.TIME_LIMIT,
         "How long predict and apredict wait for results, in seconds.",
         "The variable service_streamer.service_streamer.WORKER_TIMEOUT sets the default of all "
         "streamers.",
     )  # fmt: skip
     trace: Path | None = option(
-        None, kinds.file(none="no trace"),
+        None, kinds.file().or_none("no trace"),
         "File that records when calls arrive, for the simulator.",
         "It has the time, the number of items and the lengths of each call, not the items. With "
         "several web processes put {pid} into the name.",
@@ -242,7 +242,7 @@ class HostPoolOptions(Options):
     """Whether several processes of a host have their workers in common."""
 
     shared: str | None = option(
-        None, replace(POOL_NAME, none="workers of its own"),
+        None, kinds.POOL_NAME.or_none("workers of its own"),
         "Name of the pool that all processes of this user on this host share; the first starts it.",
         "The pool has the model once, one queue and one scheduler, for gunicorn -w 4 say. All its "
         "processes need the same model, code and options.",
@@ -253,7 +253,7 @@ class HostPoolOptions(Options):
         "The longest of what the processes ask for. For shared only.",
     )  # fmt: skip
     pool_log: Path | None = option(
-        None, kinds.file(none="NAME.log in the pool's directory"),
+        None, kinds.file().or_none("NAME.log in the pool's directory"),
         "File to which the pool appends its log, and what its workers print.",
         "If it is renamed or removed, the pool begins a new one; running workers print into the "
         "old one. That of the process that starts the pool counts. For shared only.",
@@ -279,7 +279,7 @@ class StreamerOptions(
         "calls that wait.",
     )  # fmt: skip
     retry: bool = option(
-        True, kinds.flag(), "Whether an item may be computed twice.",
+        True, kinds.FLAG, "Whether an item may be computed twice.",
         "Set it to False for models with side effects. Then all items of a lost batch fail.",
     )  # fmt: skip
     max_attempts: int = option(
@@ -289,7 +289,7 @@ class StreamerOptions(
         "ended.",
     )  # fmt: skip
     isolate_errors: bool = option(
-        True, kinds.flag(),
+        True, kinds.FLAG,
         "Whether a batch on which the model raises is run again in smaller parts, to find the "
         "items that it raises on.",
         "If not, all calls of such a batch fail with SharedBatchError.",
@@ -312,11 +312,11 @@ class ResourceOptions(Options):
     )  # fmt: skip
     resources: Mapping[str, float] | None = option(
         None,
-        kinds.named_numbers(none="no others", zero=True),
+        kinds.named_numbers(zero=True).or_none("no others"),
         "Other resources that each worker holds, by name.",
     )
     runtime_env: Mapping[str, Any] | None = option(
-        None, kinds.named_arguments(none="that of this process"),
+        None, kinds.NAMED_ARGUMENTS.or_none("that of this process"),
         "What Ray brings to the node before the worker starts, such as packages.",
         '{"working_dir": "."} brings the modules of the folder. It is Ray\'s runtime_env. It holds '
         "for the whole process if this connects to Ray; if the process is connected already, Ray "
@@ -324,7 +324,7 @@ class ResourceOptions(Options):
         shown="nothing",
     )  # fmt: skip
     scheduling_strategy: Any = option(
-        None, kinds.strategy(none="that of Ray: fill a node, then the next"),
+        None, kinds.STRATEGY.or_none("that of Ray: fill a node, then the next"),
         'Which node a worker goes to: "SPREAD", or an object of Ray\'s, such as a '
         "PlacementGroupSchedulingStrategy.",
     )  # fmt: skip
@@ -341,7 +341,7 @@ class RayStreamerOptions(ResourceOptions, StreamerOptions):
     """All options of ``RayStreamer``."""
 
     address: str | None = option(
-        None, kinds.text(none="the cluster that runs here"), "Address of the Ray cluster.",
+        None, kinds.text().or_none("the cluster that runs here"), "Address of the Ray cluster.",
         "Without it: the cluster that this process is connected to, else the one that RAY_ADDRESS "
         "names or that runs on this machine, else a new one on this machine.",
     )  # fmt: skip
@@ -352,7 +352,7 @@ class RedisOptions(Options):
     """Which Redis, and which model there."""
 
     redis_broker: Any = option(
-        "localhost:6379", kinds.broker(),
+        "localhost:6379", kinds.BROKER,
         "Address of Redis: host:port or a redis://, rediss:// or unix:// URL.",
         "Or a redis.Redis client, whose connections are used.",
         is_private=True,
@@ -362,7 +362,7 @@ class RedisOptions(Options):
         "Name that keeps the models on one Redis apart; the same on all sides.",
     )  # fmt: skip
     secret: str | bytes | None = option(
-        None, kinds.secret(none="unsigned messages"),
+        None, kinds.SECRET.or_none("unsigned messages"),
         "Key that signs messages in Redis, at least 16 bytes; the same on all sides.",
         is_private=True,
     )  # fmt: skip
@@ -379,7 +379,7 @@ class BrokerOptions(RedisOptions):
         "secret.",
     )  # fmt: skip
     error_types: Sequence[type[BaseException]] = option(
-        (), kinds.error_types(),
+        (), kinds.ERROR_TYPES,
         "Exceptions of models that are raised here as themselves, besides the built-in ones.",
         'Others become ModelError, which names them. With "pickle" it is not needed.',
     )  # fmt: skip
@@ -413,13 +413,13 @@ class RedisStreamerOptions(BrokerOptions, CallerOptions, SharingOptions, Pending
         "It counts the calls of all clients. Each client has its own bound.",
     )  # fmt: skip
     answer_timeout: float | None = option(
-        600.0, kinds.seconds(none="no limit"),
+        600.0, kinds.TIME_LIMIT,
         "How long a call without a timeout may make no progress, in seconds.",
         "It fails then. In the queue, each call that hosts claim before it is progress. Once a "
         "host has claimed it, only its answer and its outputs are.",
     )  # fmt: skip
     drain_timeout: float | None = option(
-        60.0, kinds.seconds(none="no limit"),
+        60.0, kinds.TIME_LIMIT,
         "How long close waits for open calls that make no progress, in seconds.",
         "Then the open calls fail with StreamerClosed.",
     )  # fmt: skip
@@ -435,10 +435,10 @@ class RedisWorkerOptions(BrokerOptions, StreamerOptions):
         "They look every third of it, so it takes at most four thirds.",
     )  # fmt: skip
     model_name: str | None = option(
-        None, kinds.text(none="that of its class or function"),
+        None, kinds.text().or_none("that of its class or function"),
         "Name by which the hosts of a prefix know that they serve the same model.",
     )  # fmt: skip
     worker_num: int = option(
-        1, kinds.count(note="a worker host does not scale: start more hosts"),
+        1, kinds.count(more=" (a worker host does not scale: start more hosts)"),
         "Number of workers, which are processes that hold the model.",
     )  # fmt: skip

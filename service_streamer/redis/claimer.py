@@ -21,7 +21,7 @@ from ..errors import (
 from ..observe.record import Call
 from ..reporting import report_bug, summary
 from ..workers.protocol import Failure
-from .claims import Claim
+from .claims import Claim, StreamClaim
 from .finisher import Finisher
 from .host_state import HostState
 from .link import Backoff, Link, LinkError, NoGroup, Outages, entries, log
@@ -51,7 +51,6 @@ class Claimer:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._state = state
-        self._options = state.options
         self._keys = state.keys
         self._finisher = finisher
         self._on_failure = on_failure
@@ -69,7 +68,7 @@ class Claimer:
                 workers = state.engine.wait_serving(None)
                 room = state.room(workers)
                 if state.takes_a_batch:
-                    room = max(room, state.batch_size)
+                    room = max(room, state.options.batch_size)
                 if not room:
                     state.has_room.wait(None)
                     continue
@@ -105,17 +104,17 @@ class Claimer:
 
     def _join(self, room: int) -> bool:
         """Join the hosts of the prefix; false if it must wait."""
-        state, options = self._state, self._options
+        state = self._state
         keys = (self._keys.calls, state.inbox, self._keys.model)
         # A new host may take over calls. After an outage, the others have to come back first.
         is_new = not self._has_joined
-        may_take_over = is_new and options.max_attempts > 1
+        may_take_over = is_new and state.max_claims > 1
         # So that no call may finish between Redis's answer and its use.
         with self._finisher.lock:
             self._finisher.end()
             redis_now, other_models, claimed, taken, more, takes_over = self.link.run(
-                JOIN, keys, options.name, options.life, self._keys.inboxes, options.model,
-                max(room, state.batch_size), options.idle if may_take_over else LEFT,
+                JOIN, keys, state.name, state.life, self._keys.inboxes, state.options.model_name,
+                max(room, state.options.batch_size), state.idle if may_take_over else LEFT,
                 int(may_take_over), state.announcement(), int(is_new),
             )  # fmt: skip
             if other_models:
@@ -129,7 +128,7 @@ class Claimer:
         if is_new:
             self._has_joined = True
             text = "worker host %s serves %r of %s"
-            log(logging.INFO, text, options.name, options.prefix, state.address)
+            log(logging.INFO, text, state.name, state.options.prefix, state.address)
         state.joined(takes_over=bool(takes_over))
         state.has_work.ring()
         return True
@@ -143,18 +142,19 @@ class Claimer:
         now = time.monotonic()
         if self._mismatch_since is None:
             self._mismatch_since = now
-        if now - self._mismatch_since <= self._options.life / 1000:
+        if now - self._mismatch_since <= self._state.life / 1000:
             return
+        options = self._state.options
         raise WorkerStartError(
-            f"worker hosts of prefix {self._options.prefix!r} serve {', '.join(sorted(models))}, "
-            f"but this host has {self._options.model}: calls would get results of either model. "
+            f"worker hosts of prefix {options.prefix!r} serve {', '.join(sorted(models))}, "
+            f"but this host has {options.model_name}: calls would get results of either model. "
             "Give each model its own prefix"
         )
 
     def _read(self, room: int) -> None:
         state = self._state
         answer = self.link.call(
-            "XREADGROUP", "GROUP", GROUP, self._options.name, "COUNT", room,
+            "XREADGROUP", "GROUP", GROUP, state.name, "COUNT", room,
             "BLOCK", round(1000 * state.address.longest_block),
             "STREAMS", self._keys.calls, state.inbox, ">", ">",
         )  # fmt: skip
@@ -169,9 +169,7 @@ class Claimer:
         """Claim calls left by others, before new ones."""
         state = self._state
         state.takes_a_batch = state.has_orphans = False  # may be set again meanwhile
-        claimed, more = self.link.run(
-            TAKE, (self._keys.calls,), self._options.name, room, state.least_idle
-        )
+        claimed, more = self.link.run(TAKE, (self._keys.calls,), state.name, room, state.least_idle)
         state.has_orphans |= bool(more)
         for id_, fields, claims in claimed:
             self._submit_entry(id_, fields, claims)
@@ -197,7 +195,8 @@ class Claimer:
             if state.add(claim, claims):
                 state.finish(claim, failure=Failure(error.with_traceback(None)))
             return
-        claim = Claim(id_, client, number, len(payloads))
+        kind = StreamClaim if options.stream else Claim
+        claim = kind(id_, client, number, len(payloads))
         if not state.add(claim, claims):
             return
         call = Call(
@@ -233,7 +232,7 @@ class Claimer:
             return WorkerLost(
                 "the stream's worker host died, or lost Redis, after outputs were handed out"
             )
-        if claims > self._options.max_attempts:
+        if claims > self._state.max_claims:
             return WorkerLost(
                 f"{claims - 1} worker hosts in a row claimed this call and did not finish it: "
                 "they died, or lost Redis"
@@ -242,7 +241,7 @@ class Claimer:
 
     def _submit(self, claim: Claim, call: Call) -> None:
         state = self._state
-        if call.is_stream:
+        if isinstance(claim, StreamClaim):
             with state.lock:
                 state.flows.open(claim)
         try:
@@ -273,6 +272,7 @@ class _Reply:
         self._claim.call = call
 
     def put_part(self, output: Any) -> None:
+        assert isinstance(self._claim, StreamClaim)
         self._state.put(self._claim, output)
 
     def end(self, outcome: list[Any] | Failure) -> None:

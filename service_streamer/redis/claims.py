@@ -15,40 +15,6 @@ _MOST_AHEAD = 7
 _PER_OUTPUT, _PER_RUN = 5, 64
 
 
-class Outflow:
-    """The outputs of a stream that are not in Redis yet.
-
-    Attributes:
-        waiting: encoded.
-        size: bytes of them.
-        written: how many outputs Redis has taken so far.
-        has_begun: whether some were sent, so that Redis may have them.
-        is_held: the client wants the item to rest.
-        is_behind: Redis takes them too slowly, so it rests as well.
-        outcome: of the call, if it waits for these to be written; opaque here.
-    """
-
-    __slots__ = (
-        "has_begun", "is_behind", "is_held", "outcome", "size", "waiting", "written",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.waiting: list[bytes] = []
-        self.size = self.written = 0
-        self.has_begun = self.is_held = self.is_behind = False
-        self.outcome: Any = None
-
-    def clear(self) -> None:
-        """Drop what waits."""
-        self.waiting.clear()
-        self.size = 0
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the stream is paused."""
-        return self.is_held or self.is_behind
-
-
 class Claim:
     """A call that a worker host has claimed.
 
@@ -62,12 +28,11 @@ class Claim:
         is_submitted: whether the engine has it, which may be asked to drop it only then.
         is_set_aside: whether its message is in the stream of malformed ones.
         is_unread: whether this host could not read its message.
-        outflow: of a stream, its outputs on their way to Redis; None for another call.
     """
 
     __slots__ = (
         "call", "client", "id", "is_open", "is_set_aside", "is_submitted", "is_unread", "number",
-        "outflow", "size",
+        "size",
     )  # fmt: skip
 
     def __init__(self, id: bytes, client: str, number: int, size: int) -> None:
@@ -76,9 +41,43 @@ class Claim:
         self.number = number
         self.size = size
         self.call: Any = None
-        self.outflow: Outflow | None = None
         self.is_open = True
         self.is_set_aside = self.is_submitted = self.is_unread = False
+
+
+class StreamClaim(Claim):
+    """A claimed stream, with the outputs that are not in Redis yet.
+
+    Attributes:
+        waiting: these, encoded.
+        bytes_waiting: the size of them.
+        written: how many outputs Redis has taken so far.
+        has_begun: whether some were sent, so that Redis may have them.
+        is_held: the client wants the item to rest.
+        is_behind: Redis takes them too slowly, so it rests as well.
+        outcome: of the call, if it waits for these to be written; opaque here.
+    """
+
+    __slots__ = (
+        "bytes_waiting", "has_begun", "is_behind", "is_held", "outcome", "waiting", "written",
+    )  # fmt: skip
+
+    def __init__(self, id: bytes, client: str, number: int, size: int) -> None:
+        super().__init__(id, client, number, size)
+        self.waiting: list[bytes] = []
+        self.bytes_waiting = self.written = 0
+        self.has_begun = self.is_held = self.is_behind = False
+        self.outcome: Any = None
+
+    def clear(self) -> None:
+        """Drop what waits."""
+        self.waiting.clear()
+        self.bytes_waiting = 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the stream is paused."""
+        return self.is_held or self.is_behind
 
 
 class Claims:
@@ -170,7 +169,7 @@ class Claims:
 
 
 class Outflows:
-    """Those of all streams of a host. For one thread at a time.
+    """The outputs of all streams of a host. For one thread at a time.
 
     Outputs that come while Redis takes others go together, those of one client in one message. They
     are kept until Redis has them: after a lost connection they go again, and the client knows by
@@ -178,9 +177,9 @@ class Outflows:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[str, dict[bytes, Claim]] = {}  # by client
+        self._streams: dict[str, dict[bytes, StreamClaim]] = {}  # by client
         #: Those with something to write, by client; the client that waits longest is first.
-        self._ready: dict[str, dict[bytes, Claim]] = {}
+        self._ready: dict[str, dict[bytes, StreamClaim]] = {}
         self._full: set[str] = set()  # clients that have too much unread
 
     def __len__(self) -> int:
@@ -190,7 +189,7 @@ class Outflows:
         """Those with open streams."""
         return [*self._streams]
 
-    def of(self, client: str) -> list[Claim]:
+    def of(self, client: str) -> list[StreamClaim]:
         """The open streams of a client."""
         return [*self._streams.get(client, {}).values()]
 
@@ -199,13 +198,12 @@ class Outflows:
         """Whether there is something to write that Redis may take."""
         return bool(self._ready.keys() - self._full)
 
-    def open(self, claim: Claim) -> None:
+    def open(self, claim: StreamClaim) -> None:
         """A host has claimed a stream."""
-        claim.outflow = Outflow()
         self._streams.setdefault(claim.client, {})[claim.id] = claim
 
     def close(self, claim: Claim) -> None:
-        """Nothing more of it goes from here. It may be unknown."""
+        """Nothing more of it goes from here. It may be unknown, or no stream."""
         for streams in (self._streams, self._ready):
             of_client = streams.get(claim.client)
             if of_client is not None:
@@ -215,18 +213,16 @@ class Outflows:
         if claim.client not in self._streams:
             self._full.discard(claim.client)
 
-    def put(self, claim: Claim, output: bytes) -> int:
+    def put(self, claim: StreamClaim, output: bytes) -> int:
         """An output has come; returns how many of its stream wait."""
-        flow = claim.outflow
-        assert flow is not None
-        flow.waiting.append(output)
-        flow.size += len(output)
+        claim.waiting.append(output)
+        claim.bytes_waiting += len(output)
         self._ready.setdefault(claim.client, {})[claim.id] = claim
-        return len(flow.waiting)
+        return len(claim.waiting)
 
     def next(
         self, most_bytes: int, most_per_client: int
-    ) -> Iterator[tuple[str, list[tuple[Claim, list[bytes]]]]]:
+    ) -> Iterator[tuple[str, list[tuple[StreamClaim, list[bytes]]]]]:
         """What to write now: by client, some outputs of its streams, each in order.
 
         Args:
@@ -239,11 +235,10 @@ class Outflows:
             if most_bytes <= 0:
                 return
             size = 0
-            runs: list[tuple[Claim, list[bytes]]] = []
+            runs: list[tuple[StreamClaim, list[bytes]]] = []
             for claim in claims.values():
-                assert claim.outflow is not None
                 outputs: list[bytes] = []
-                for output in claim.outflow.waiting:
+                for output in claim.waiting:
                     more = len(output) + _PER_OUTPUT + (0 if outputs else _PER_RUN)
                     if size and size + more > most_per_client:
                         break
@@ -259,14 +254,12 @@ class Outflows:
             for claim, _ in runs:
                 self._ready[client][claim.id] = self._ready[client].pop(claim.id)
 
-    def written(self, claim: Claim, count: int) -> None:
+    def written(self, claim: StreamClaim, count: int) -> None:
         """Redis has taken its first outputs that waited."""
-        flow = claim.outflow
-        assert flow is not None
-        flow.written += count
-        flow.size -= sum(map(len, flow.waiting[:count]))
-        del flow.waiting[:count]
-        if not flow.waiting:
+        claim.written += count
+        claim.bytes_waiting -= sum(map(len, claim.waiting[:count]))
+        del claim.waiting[:count]
+        if not claim.waiting:
             of_client = self._ready.get(claim.client)
             if of_client is not None:
                 of_client.pop(claim.id, None)

@@ -42,6 +42,7 @@ from ..errors import (
     WorkerStartTimeout,
 )
 from ..observe.record import Call
+from ..options.table import RedisStreamerOptions
 from ..remote.open_calls import RemoteCall, answer
 from ..remote.remote_client import RemoteClient
 from ..reporting import report_bug
@@ -117,39 +118,23 @@ class Client(RemoteClient[SentCalls]):
     """Accepts calls from any thread; worker hosts compute them; each is answered exactly once.
 
     The sender's thread has a link of its own, with which callers' threads send lone calls.
-
-    Args:
-        max_pending: maximum number of open calls of all clients.
-        reply_ttl: seconds that Redis keeps replies for an unreachable client.
-        answer_timeout: seconds after which a call without a deadline fails if it makes no
-            progress; None for never.
-        drain_timeout: seconds that ``close`` waits without progress; None for ever.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        wire: Wire,
-        *,
-        prefix: str,
-        max_pending: int,
-        reply_ttl: float,
-        answer_timeout: float | None,
-        drain_timeout: float | None,
-    ) -> None:
-        calls = SentCalls(max_pending)
-        self._keys = Keys(prefix)
-        self._receiver = Receiver(
-            address, self._keys, wire, calls, prefix=prefix, reply_ttl=reply_ttl,
-            on_bug=self._fail_all,
-        )  # fmt: skip
-        super().__init__(wire.codec.encode, wire.codec.decode, calls, self._receiver, drain_timeout)
+    def __init__(self, options: RedisStreamerOptions) -> None:
+        address, wire = Address(options.redis_broker), Wire(options)
+        calls = SentCalls(options.max_pending)
+        self._keys = Keys(options.prefix)
+        self._receiver = Receiver(address, wire, calls, options, on_bug=self._fail_all)
+        super().__init__(
+            wire.codec.encode, wire.codec.decode, calls, self._receiver, options.drain_timeout
+        )
         self._address = address
         self._wire = wire
-        self._max_pending = max_pending
-        self._reply_ttl = reply_ttl
-        self._answer_timeout = math.inf if answer_timeout is None else answer_timeout
-        self._life = math.ceil(1000 * reply_ttl)
+        self._options = options
+        self._answer_timeout = (
+            math.inf if options.answer_timeout is None else options.answer_timeout
+        )
+        self._life = math.ceil(1000 * options.reply_ttl)
         self._name = ""
         self._hosts = HostsSeen(wire)
         self._lost = 0  # calls that made no progress
@@ -307,7 +292,8 @@ class Client(RemoteClient[SentCalls]):
                     refresh_at = min(refresh_at, now + _REFRESH / 20)
                 if refresh_at <= now:
                     self._refresh()
-                    refresh_at = now + min(_REFRESH, self._reply_ttl / 3, self._answer_timeout / 3)
+                    shortest = min(self._options.reply_ttl, self._answer_timeout)
+                    refresh_at = now + min(_REFRESH, shortest / 3)
                     if not self._hosts.count and len(self._calls):  # to report missing ones in time
                         refresh_at = now + _REFRESH / 10
                 is_any = self._send_batch()
@@ -371,7 +357,7 @@ class Client(RemoteClient[SentCalls]):
         self._link.send(
             ENQUEUE,
             (self._keys.calls, self._keys.client(self._name)),
-            self._max_pending,
+            self._options.max_pending,
             self._life,
             self._calls.first,
             *arguments,
@@ -392,8 +378,8 @@ class Client(RemoteClient[SentCalls]):
                 open_calls.changed.notify_all()
         if refused:
             text = (
-                f"{self._max_pending} calls of all clients are pending, which is max_pending; "
-                "retry later"
+                f"{self._options.max_pending} calls of all clients are pending, which is "
+                "max_pending; retry later"
             )
             open_calls.fail_soon(refused, Failure(Overloaded(text)))
         return True
@@ -486,7 +472,7 @@ class Client(RemoteClient[SentCalls]):
         try:
             # Wakes the receiver, which may be blocked in a read.
             link.call("XADD", own[1], "*", "end", "")
-            link.call("PEXPIRE", own[1], round(1000 * self._reply_ttl))
+            link.call("PEXPIRE", own[1], round(1000 * self._options.reply_ttl))
             receiving.join(_LAST_GRACE)
             while told := self._calls.to_tell[:_MOST_IDS]:
                 self._tell_over(link, told)

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import BadMessage, StreamerBroken, StreamerClosed, WorkerLost, WorkerStartError
 from ..reporting import report_bug
 from ..workers.protocol import Failure
-from .claims import Claim
+from .claims import Claim, StreamClaim
 from .host_state import HostState, Outcome
 from .host_streams import HostStreams
 from .link import Backoff, Link, LinkError, NoGroup, Outages, log
@@ -51,7 +51,6 @@ class Finisher:
 
     def __init__(self, state: HostState, *, on_failure: Callable[[BaseException], None]) -> None:
         self._state = state
-        self._options = state.options
         self._keys = state.keys
         self._wire = state.wire
         self._on_failure = on_failure
@@ -72,7 +71,7 @@ class Finisher:
         """
         backoff = Backoff(random.random)
         keep_at = 0.0
-        interval = self._options.claim_timeout / 3
+        interval = self._state.options.claim_timeout / 3
         while not self._has_finished:
             try:
                 now = time.monotonic()
@@ -179,7 +178,7 @@ class Finisher:
 
     def _keep(self) -> None:
         """Send a sign of life for this host and its claims; look for calls of silent hosts."""
-        state, options = self._state, self._options
+        state = self._state
         with state.lock:
             ids = [claim.id for claim in state.claims]
         is_in = state.has_joined and not state.is_leaving.is_set()
@@ -187,7 +186,7 @@ class Finisher:
             self.end()
             redis_now, gone, more = self.link.run(
                 KEEP, (self._keys.calls, state.inbox, self._keys.model),
-                options.name, options.life, self._keys.inboxes, state.least_idle,
+                state.name, state.life, self._keys.inboxes, state.least_idle,
                 state.announcement() if is_in else b"", *ids,
             )  # fmt: skip
         state.read_clock(redis_now)
@@ -214,8 +213,8 @@ class Finisher:
         while self._waiting and len(self._under_way) < most:
             outcome = self._waiting[0]
             size += sum(map(len, outcome.outputs))
-            if outcome.claim.outflow is not None:
-                size += outcome.claim.outflow.size
+            if isinstance(outcome.claim, StreamClaim):
+                size += outcome.claim.bytes_waiting
             if size > most_bytes:
                 break
             self._under_way.append(self._waiting.popleft())
@@ -224,7 +223,7 @@ class Finisher:
         """Send FINISH for those under way, which then are those that were sent."""
         outcomes = self._under_way
         keys = [self._keys.calls]
-        arguments: list[Any] = [self._options.reply_life, self._options.name]
+        arguments: list[Any] = [self._state.reply_life, self._state.name]
         clients: dict[str, int] = {}
         answered: list[Outcome] = []
         size = 0
@@ -249,7 +248,7 @@ class Finisher:
                         )
                     if claim.is_unread:
                         client = -client
-                arguments += (claim.id, client, reply, int(claim.outflow is not None))
+                arguments += (claim.id, client, reply, int(isinstance(claim, StreamClaim)))
             if answered:
                 self.link.send(FINISH, keys, *arguments)
         except LinkError:
@@ -260,20 +259,20 @@ class Finisher:
     def _reply(self, outcome: Outcome) -> bytes | None:
         """The client's reply; empty if it has no client, None if another host should compute it."""
         claim = outcome.claim
-        flow = claim.outflow
+        stream = claim if isinstance(claim, StreamClaim) else None
         if outcome.failure is None:
-            if flow is None:
+            if stream is None:
                 return self._wire.results(claim.client, claim.number, outcome.outputs)
-            rest = [*flow.waiting, *outcome.outputs]
-            return self._wire.stream_end(claim.client, claim.number, flow.written, rest)
+            rest = [*stream.waiting, *outcome.outputs]
+            return self._wire.stream_end(claim.client, claim.number, stream.written, rest)
         error = outcome.failure.exception()
         if self._is_ours(outcome.failure, error):
             if not self._state.is_leaving.is_set():
                 # The engine may recover before the claimer looks, but this call is unanswered.
                 self._on_failure(error)
-            if flow is not None and flow.has_begun:
+            if stream is not None and stream.has_begun:
                 error = WorkerLost("the worker host ended after outputs were handed out")
-            elif self._options.max_attempts > 1 or not outcome.was_running:
+            elif self._state.max_claims > 1 or not outcome.was_running:
                 return None  # handed back at the end
             else:
                 error = WorkerLost("the worker host ended while it computed this call")
@@ -284,9 +283,9 @@ class Finisher:
             return b""
         if claim.is_unread and isinstance(error, BadMessage):
             return self._wire.notice(claim.number, error.reason)
-        if flow is not None and flow.waiting:
+        if stream is not None and stream.waiting:
             return self._wire.stream_end(
-                claim.client, claim.number, flow.written, flow.waiting, error
+                claim.client, claim.number, stream.written, stream.waiting, error
             )
         return self._wire.failure(claim.client, claim.number, error)
 
@@ -300,7 +299,7 @@ class Finisher:
     def _set_aside(self, claim: Claim, error: BadMessage) -> None:
         self.link.run(
             SET_ASIDE, (self._keys.calls, self._keys.dead),
-            claim.id, self._options.name, str(error)[:_LONGEST_REASON],
+            claim.id, self._state.name, str(error)[:_LONGEST_REASON],
             _DEAD_LETTERS, 1000 * _DEAD_LETTER_TTL, _DEAD_LETTER_BYTES,
         )  # fmt: skip
         self._state.counts["set_aside"] += 1

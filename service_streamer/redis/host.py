@@ -29,13 +29,14 @@ from collections.abc import Callable
 from ..engine.engine import Engine
 from ..engine.threads import start_thread
 from ..errors import BrokerUnavailable, StreamerError, WorkerStartError
+from ..options.table import RedisWorkerOptions
 from ..reporting import counted
 from .claimer import Claimer
 from .finisher import Finisher
-from .host_state import HostOptions, HostState
+from .host_state import HostState
 from .link import Address, Link, LinkError, Outages, log
 from .redis_stats import RedisWorkerStats
-from .scripts import LEAVE, Keys
+from .scripts import LEAVE
 from .wire import Wire
 
 #: Seconds that the end may take if Redis does not answer: in total, and to send outcomes.
@@ -49,7 +50,7 @@ class Host:
 
     Args:
         engine: started; owned by whoever made it.
-        batch_size: of the engine.
+        name: unique among the hosts of a Redis.
         predecessor: the one that served with this engine before, and is closed: its totals go on.
     """
 
@@ -58,11 +59,11 @@ class Host:
         address: Address,
         wire: Wire,
         engine: Engine,
-        batch_size: int,
-        options: HostOptions,
+        options: RedisWorkerOptions,
+        name: str,
         predecessor: Host | None = None,
     ) -> None:
-        state = HostState(address, wire, Keys(options.prefix), engine, options, batch_size)
+        state = HostState(address, wire, engine, options, name)
         self._state = state
         self._finisher = Finisher(state, on_failure=self._fail)
         self._claimer = Claimer(state, self._finisher, on_failure=self._fail)
@@ -130,7 +131,7 @@ class Host:
         self.failure = error
         # The log already says why the model could not be loaded.
         why = "its model could not be loaded" if isinstance(error, WorkerStartError) else error
-        log(logging.ERROR, "worker host %s has stopped serving: %s", self._state.options.name, why)
+        log(logging.ERROR, "worker host %s has stopped serving: %s", self._state.name, why)
         self.on_failure()
 
     def leave(self) -> None:
@@ -189,9 +190,9 @@ class Host:
                 LEAVE,
                 (
                     keys.calls, self._state.inbox, keys.model,
-                    keys.orders_of(self._state.options.name),
+                    keys.orders_of(self._state.name),
                 ),
-                self._state.options.name, keys.inboxes,
+                self._state.name, keys.inboxes,
                 *itertools.chain.from_iterable(clients),
             )  # fmt: skip
             self._is_handed_back = True

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from ..engine.engine import Engine
 from ..engine.threads import Doorbell
 from ..errors import ModelError, Overloaded, StreamerError
+from ..options.table import RedisWorkerOptions
 from ..workers.protocol import Failure
-from .claims import Claim, Claims, Outflow, Outflows
+from .claims import Claim, Claims, Outflows, StreamClaim
 from .link import Address
 from .scripts import LEFT, Keys
 from .wire import Wire
@@ -35,41 +36,6 @@ _MOST_AT_END = 1 << 16
 _OVERHEAD = 320
 
 
-class HostOptions(NamedTuple):
-    """Options of a host.
-
-    Attributes:
-        name: unique name among the hosts of a Redis.
-        prefix: prefix of the keys.
-        claim_timeout: seconds without a sign of life until other hosts claim its calls.
-        reply_ttl: seconds that replies are kept for a client that does not fetch them.
-        max_attempts: how many hosts may claim a call; 1 if it must not be computed twice.
-        model: name of the model; all hosts of a prefix have the same.
-    """
-
-    name: str
-    prefix: str
-    claim_timeout: float
-    reply_ttl: float
-    max_attempts: int
-    model: str
-
-    @property
-    def life(self) -> int:
-        """Of the host's inbox without a sign of life, milliseconds."""
-        return math.ceil(3000 * self.claim_timeout)
-
-    @property
-    def reply_life(self) -> int:
-        """The same of replies."""
-        return math.ceil(1000 * self.reply_ttl)
-
-    @property
-    def idle(self) -> int:
-        """Milliseconds without a sign of life after which a call is another host's."""
-        return math.ceil(1000 * self.claim_timeout)
-
-
 class Outcome(NamedTuple):
     """The outcome of a claimed call, to be sent to Redis."""
 
@@ -80,15 +46,22 @@ class Outcome(NamedTuple):
 
     def failed(self, failure: Failure) -> Outcome:
         """The same call with an error instead, and without outputs that were not written."""
-        if self.claim.outflow is not None:
-            self.claim.outflow.clear()
+        if isinstance(self.claim, StreamClaim):
+            self.claim.clear()
         return Outcome(self.claim, [], failure, self.was_running)
 
 
 class HostState:
     """Of one host. What changes claims is for any thread.
 
+    Args:
+        name: unique among the hosts of a Redis.
+
     Attributes:
+        max_claims: how many hosts may claim a call; 1 if it must not be computed twice.
+        life: milliseconds that the host's inbox is kept without a sign of life.
+        reply_life: the same of replies.
+        idle: milliseconds without a sign of life after which a call is another host's.
         lock: guards the claims, their outputs and the counts.
         outcomes: to be sent.
         flows: outputs of streams to be sent.
@@ -105,34 +78,31 @@ class HostState:
         self,
         address: Address,
         wire: Wire,
-        keys: Keys,
         engine: Engine,
-        options: HostOptions,
-        batch_size: int,
+        options: RedisWorkerOptions,
+        name: str,
     ) -> None:
         self.address = address
         self.wire = wire
-        self.keys = keys
+        self.keys = Keys(options.prefix)
         self.engine = engine
         self.options = options
-        self.batch_size = batch_size
+        self.name = name
+        self.max_claims = options.max_attempts if options.retry else 1
+        self.life = math.ceil(3000 * options.claim_timeout)
+        self.reply_life = math.ceil(1000 * options.reply_ttl)
+        self.idle = math.ceil(1000 * options.claim_timeout)
         #: Key of the host's own inbox, which is there while it is alive.
-        self.inbox = keys.inbox(options.name)
+        self.inbox = self.keys.inbox(name)
         self.lock = threading.RLock()  # a finalizer of a user's may run while it is held
-        self.claims = Claims(batch_size)
+        self.claims = Claims(options.batch_size)
         self.flows = Outflows()
         self.outcomes: collections.deque[Outcome] = collections.deque()
         self.has_room = Doorbell()
         self.has_work = Doorbell()
         self.is_leaving = threading.Event()
         self.has_orphans = self.takes_a_batch = False
-        self.counts = dict.fromkeys(
-            (
-                "claimed", "taken_over", "taken_away", "late", "handed_back", "expired",
-                "set_aside",
-            ),
-            0,
-        )  # fmt: skip
+        self.counts: collections.Counter[str] = collections.Counter()
         self._most_at_end = min(_MOST_AT_END, wire.max_bytes // 2)
         self._pause_lock = threading.Lock()
         self._redis_ahead = 0.0  # seconds, of our monotonic clock
@@ -164,7 +134,7 @@ class HostState:
     @property
     def least_idle(self) -> int:
         """Milliseconds after which this host may claim a call of another one now."""
-        return LEFT if time.monotonic() < self._takes_over_from else self.options.idle
+        return LEFT if time.monotonic() < self._takes_over_from else self.idle
 
     def read_clock(self, redis_now: int) -> None:
         """Redis has just said its time, in milliseconds."""
@@ -215,12 +185,11 @@ class HostState:
             if not self.claims.close(claim):
                 return
             outcome = Outcome(claim, outputs or [], failure, was_running)
-            flow = claim.outflow
-            if flow is None:
-                self.outcomes.append(outcome)
+            if isinstance(claim, StreamClaim):
+                claim.outcome = outcome
+                self._end_flow(claim)
             else:
-                flow.outcome = outcome
-                self._end_flow(claim, flow)
+                self.outcomes.append(outcome)
         self.has_work.ring()
         self.has_room.ring()
 
@@ -237,10 +206,8 @@ class HostState:
 
     # -- outputs of streams
 
-    def put(self, claim: Claim, output: bytes) -> None:
+    def put(self, claim: StreamClaim, output: bytes) -> None:
         """An output has come. In the engine's thread."""
-        flow = claim.outflow
-        assert flow is not None
         if len(output) + _OVERHEAD > self.wire.max_bytes:
             text = f"{len(output)} bytes, but max_message_bytes is {self.wire.max_bytes}"
             error = ModelError(f"an output of the stream is too large: {text}")
@@ -251,13 +218,15 @@ class HostState:
                 return
             call = claim.call
             waiting = self.flows.put(claim, output)
-            flow.is_behind |= waiting >= _MOST_WAITING or flow.size >= _MOST_BYTES_WAITING
-        if flow.is_paused and call is not None and not call.is_held:
-            self._pause(claim, flow)
+            claim.is_behind |= (
+                waiting >= _MOST_WAITING or claim.bytes_waiting >= _MOST_BYTES_WAITING
+            )
+        if claim.is_paused and call is not None and not call.is_held:
+            self._pause(claim)
             # Else its worker is about to end, and lets nothing rest; or this was the last one.
             if call.is_held or call.is_over:
                 return
-        if waiting >= _FAR_TOO_MANY or flow.size >= _FAR_TOO_MUCH:
+        if waiting >= _FAR_TOO_MANY or claim.bytes_waiting >= _FAR_TOO_MUCH:
             text = f"{waiting} outputs of the stream wait for Redis, or its client reads none"
             self._fail(claim, Failure(Overloaded(text)))
 
@@ -265,42 +234,40 @@ class HostState:
         """The client of a stream wants its item to rest, or to go on."""
         with self.lock:
             claim = self.claims.get(id_)
-        if claim is not None and claim.outflow is not None:
-            claim.outflow.is_held = is_held
-            self._pause(claim, claim.outflow)
+        if isinstance(claim, StreamClaim):
+            claim.is_held = is_held
+            self._pause(claim)
 
-    def written(self, claim: Claim, count: int) -> None:
+    def written(self, claim: StreamClaim, count: int) -> None:
         """Redis has taken the first outputs of a stream that waited."""
-        flow = claim.outflow
-        assert flow is not None
         with self.lock:
             self.flows.written(claim, count)
-            has_room = 2 * len(flow.waiting) <= _MOST_WAITING
-            goes_on = flow.is_behind and has_room and 2 * flow.size <= _MOST_BYTES_WAITING
+            has_room = 2 * len(claim.waiting) <= _MOST_WAITING
+            goes_on = (
+                claim.is_behind and has_room and 2 * claim.bytes_waiting <= _MOST_BYTES_WAITING
+            )
             if goes_on:
-                flow.is_behind = False
-            self._end_flow(claim, flow)
+                claim.is_behind = False
+            self._end_flow(claim)
         if goes_on:
-            self._pause(claim, flow)
+            self._pause(claim)
 
     def fail_streams(self, client: str, failure: Failure) -> None:
         """The streams of a client fail, and their outputs that wait go nowhere."""
         with self.lock:
             claims = self.flows.of(client)
             for claim in claims:
-                flow = claim.outflow
-                assert flow is not None
-                flow.clear()
-                if flow.outcome is not None:
-                    self.outcomes.append(flow.outcome.failed(failure))
+                claim.clear()
+                if claim.outcome is not None:
+                    self.outcomes.append(claim.outcome.failed(failure))
                 self.flows.close(claim)
         for claim in claims:
             self._fail(claim, failure)
 
-    def _end_flow(self, claim: Claim, flow: Outflow) -> None:
+    def _end_flow(self, claim: StreamClaim) -> None:
         """Let the end of a stream go, if there is one and what waits may go with it. Locked."""
-        if flow.outcome is not None and flow.size <= self._most_at_end:
-            outcome, flow.outcome = flow.outcome, None
+        if claim.outcome is not None and claim.bytes_waiting <= self._most_at_end:
+            outcome, claim.outcome = claim.outcome, None
             self.flows.close(claim)
             self.outcomes.append(outcome)
 
@@ -311,9 +278,9 @@ class HostState:
         if call is not None:
             self.engine.withdraw(call)
 
-    def _pause(self, claim: Claim, flow: Outflow) -> None:
+    def _pause(self, claim: StreamClaim) -> None:
         """Have the item rest, or go on."""
         with self._pause_lock:  # the last one to come here finds how it is
             call = claim.call
             if call is not None:
-                self.engine.hold(call, is_held=flow.is_paused)
+                self.engine.hold(call, is_held=claim.is_paused)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..errors import WorkerLost
 from ..remote.open_calls import OutputRun
 from ..workers.protocol import Failure
-from .claims import Claim, Outflow
+from .claims import StreamClaim
 from .host_state import HostState
 from .link import Link, LinkError
 from .scripts import OUTPUTS
@@ -41,8 +41,8 @@ class _Sent(NamedTuple):
     """What is sent to a client: runs of outputs, and those of which nothing was sent before."""
 
     client: str
-    runs: list[tuple[Claim, list[bytes]]]
-    begun: list[Outflow]
+    runs: list[tuple[StreamClaim, list[bytes]]]
+    begun: list[StreamClaim]
 
 
 class HostStreams:
@@ -91,15 +91,15 @@ class HostStreams:
             return False
         sent: list[_Sent] = []
         self._sent = sent
-        options = self._state.options
+        state = self._state
         with self._state.lock:
             runs = dict(self._flows.next(most_bytes, self._most_of_client))
             clients = self._flows.clients()
             self._looks_once_more = len(self._state.claims) > 0
         self._look_at = now + LOOK
-        keys = [self._keys.calls, self._keys.orders_of(options.name)]
+        keys = [self._keys.calls, self._keys.orders_of(state.name)]
         arguments: list[Any] = [
-            options.name, options.reply_life, _MOST_UNREAD, _MOST_BYTES_UNREAD
+            state.name, state.reply_life, _MOST_UNREAD, _MOST_BYTES_UNREAD
         ]  # fmt: skip
         arguments += [len(self._followed), *self._followed]
         for client in clients:
@@ -107,15 +107,12 @@ class HostStreams:
             names = self._keys
             keys += (names.client(client), names.replies(client), names.unread(client))
             message = self._message(client, of_client) if of_client else b""
-            first = [claim.id for claim, _ in of_client if not has_written(claim)]
-            later = [claim.id for claim, _ in of_client if has_written(claim)]
+            first = [claim.id for claim, _ in of_client if not claim.written]
+            later = [claim.id for claim, _ in of_client if claim.written]
             arguments += (message, len(first), len(later), *first, *later)
-            begun: list[Outflow] = []
-            for claim, _ in of_client:
-                assert claim.outflow is not None
-                if not claim.outflow.has_begun:
-                    claim.outflow.has_begun = True
-                    begun.append(claim.outflow)
+            begun = [claim for claim, _ in of_client if not claim.has_begun]
+            for claim in begun:
+                claim.has_begun = True
             sent.append(_Sent(client, of_client, begun))
         try:
             link.send(OUTPUTS, keys, *arguments)
@@ -124,13 +121,11 @@ class HostStreams:
             raise
         return True
 
-    def _message(self, client: str, runs: list[tuple[Claim, list[bytes]]]) -> bytes:
+    def _message(self, client: str, runs: list[tuple[StreamClaim, list[bytes]]]) -> bytes:
         return self._state.wire.outputs(
             client,
             [
-                OutputRun(
-                    claim.number, written(claim), outputs, b"" if has_written(claim) else claim.id
-                )
+                OutputRun(claim.number, claim.written, outputs, b"" if claim.written else claim.id)
                 for claim, outputs in runs
             ],
         )
@@ -147,8 +142,8 @@ class HostStreams:
             raise
         for (client, runs, begun), answer in zip(sent, answers, strict=True):
             if answer != 1:  # Redis has written nothing
-                for flow in begun:
-                    flow.has_begun = False
+                for claim in begun:
+                    claim.has_begun = False
             if isinstance(answer, list):
                 self._state.forget(answer)
             elif answer == 0:
@@ -173,15 +168,3 @@ class HostStreams:
         sent, self._sent = self._sent, None
         for client in self._flows.clients() if sent is not None else ():
             self._state.fail_streams(client, failure)
-
-
-def written(claim: Claim) -> int:
-    """How many outputs of a stream Redis has taken."""
-    assert claim.outflow is not None
-    return claim.outflow.written
-
-
-def has_written(claim: Claim) -> bool:
-    """Whether some of them are of this host."""
-    assert claim.outflow is not None
-    return claim.outflow.written > 0

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ..errors import BadMessage, BrokerUnavailable
+from ..options.table import RedisStreamerOptions
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import Inflow, RemoteAnswer, RemoteCall
 from ..reporting import report_bug, summary
@@ -39,20 +40,18 @@ class Receiver(Deliveries):
     def __init__(
         self,
         address: Address,
-        keys: Keys,
         wire: Wire,
         calls: SentCalls,
+        options: RedisStreamerOptions,
         *,
-        prefix: str,
-        reply_ttl: float,
         on_bug: Callable[[Failure], None],
     ) -> None:
         super().__init__(calls)
         self._address = address
-        self._keys = keys
+        self._keys = Keys(options.prefix)
         self._wire = wire
-        self._prefix = prefix
-        self._life = math.ceil(1000 * reply_ttl)
+        self._prefix = options.prefix
+        self._life = math.ceil(1000 * options.reply_ttl)
         self._on_bug = on_bug
         self.link = Link(address, blocks=address.longest_block)
         self.name = ""

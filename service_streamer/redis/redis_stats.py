@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..observe.metrics import StreamerStats
+from ..observe.metrics import StreamerStats, nonzero
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,10 @@ class RedisStreamerStats:
         text = f"{self.state} | pending {self.pending}"
         if self.hosts is not None:
             text += f" | in Redis {self.queued} | worker hosts {self.hosts}"
-        names = (
-            "outages", "expired", "cancelled", "rejected", "unreadable", "lost", "deduplicated",
-            "cached",
+        totals = nonzero(
+            self, "outages", "expired", "cancelled", "rejected", "unreadable", "lost",
+            "deduplicated", "cached",
         )  # fmt: skip
-        totals = (f"{name} {getattr(self, name)}" for name in names if getattr(self, name))
         return " | ".join([text, *totals])
 
 
@@ -80,24 +79,20 @@ class RedisWorkerStats:
     state: str
     pool: StreamerStats
     held: int
-    claimed: int
-    taken_over: int
-    taken_away: int
-    late: int
-    handed_back: int
-    expired: int
-    set_aside: int
-    outages: int
+    claimed: int = 0
+    taken_over: int = 0
+    taken_away: int = 0
+    late: int = 0
+    handed_back: int = 0
+    expired: int = 0
+    set_aside: int = 0
+    outages: int = 0
 
     @property
     def gist(self) -> str:
         """A one-line summary."""
-        names = (
-            "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside", "outages",
+        totals = nonzero(
+            self, "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside",
+            "outages",
         )  # fmt: skip
-        totals = (
-            f"{name.replace('_', ' ')} {getattr(self, name)}"
-            for name in names
-            if getattr(self, name)
-        )
         return " | ".join([self.pool.gist, f"held {self.held}", f"claimed {self.claimed}", *totals])

@@ -12,9 +12,8 @@ from ..options.kinds import documented
 from ..options.table import RedisStreamerOptions
 from ..single_flight import make_cache
 from .client import Client
-from .link import Address
 from .redis_stats import RedisStreamerStats
-from .wire import Secret, Serializer, make_wire
+from .wire import Secret, Serializer
 
 
 @documented(RedisStreamerOptions)
@@ -53,15 +52,7 @@ class RedisStreamer(BaseStreamer):
         super().__init__(worker_timeout)
         options = RedisStreamerOptions.select(given, worker_timeout=self._worker_timeout)
         cache = make_cache(options)  # first, since it may raise
-        self._client = Client(
-            Address(options.redis_broker),
-            make_wire(options),
-            prefix=options.prefix,
-            max_pending=max_pending,
-            reply_ttl=options.reply_ttl,
-            answer_timeout=options.answer_timeout,
-            drain_timeout=options.drain_timeout,
-        )
+        self._client = Client(options)
         self._use(self._client, options, cache)
 
     def stats(self) -> RedisStreamerStats:

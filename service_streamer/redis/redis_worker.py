@@ -33,11 +33,10 @@ from ..options.table import RedisWorkerOptions, StreamerOptions
 from ..streamer import Streamer
 from ..supervision.health import Timeout
 from .host import Host
-from .host_state import HostOptions
 from .link import Address, log
 from .redis_stats import RedisWorkerStats
 from .serializers import WireCodec
-from .wire import Secret, Serializer, make_wire
+from .wire import Secret, Serializer, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -106,17 +105,14 @@ class RedisWorker:
         tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         given = locals()  # the table of options knows their names
-        options = self._pool_options = RedisWorkerOptions.select(given, worker_timeout=None)
-        self._wire = make_wire(options)
-        self._address = Address(redis_broker)
-        self._options = HostOptions(
-            name=f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
-            prefix=prefix,
-            claim_timeout=options.claim_timeout,
-            reply_ttl=options.reply_ttl,
-            max_attempts=options.max_attempts if retry else 1,
-            model=_name_of(model_class) if model_name is None else model_name,
+        options = self._options = RedisWorkerOptions.select(
+            given,
+            worker_timeout=None,
+            model_name=_name_of(model_class) if model_name is None else model_name,
         )
+        self._wire = Wire(options)
+        self._address = Address(redis_broker)
+        self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._model = model_class
         self._lock = threading.RLock()  # reentrant: a user's finalizer may run while it is held
         self._pool: Streamer | None = None
@@ -145,7 +141,7 @@ class RedisWorker:
                 raise StreamerClosed("the worker host is closed; build a new one")
             if self._host is not None:
                 return
-            options = self._pool_options
+            options = self._options
             if gpu_id is not None:
                 options = dataclasses.replace(options, cuda_devices=(gpu_id,))
             self._pool = _EncodedStreamer(self._model, options, self._wire.codec)
@@ -158,8 +154,8 @@ class RedisWorker:
             self._address,
             self._wire,
             pool.engine,
-            self._pool_options.batch_size,
             self._options,
+            self._name,
             self._host,
         )
         host.on_failure = lambda: self._host_failed(host)
@@ -216,7 +212,7 @@ class RedisWorker:
                 self._stands_by = True
         if self._stands_by:
             if engine.state is EngineState.BROKEN:
-                logger.warning("worker host %s waits for a worker", self._options.name)
+                logger.warning("worker host %s waits for a worker", self._name)
             engine.wait_recovered()
         with self._lock:
             if not self._is_closed:
@@ -258,7 +254,7 @@ class RedisWorker:
             host.leave()
             pool.close(drain=drain and not self._is_hurried, timeout=timeout)
             host.close()
-        logger.info("worker host %s has left", self._options.name)
+        logger.info("worker host %s has left", self._name)
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Start if needed, and block until every worker has loaded its model.
@@ -287,7 +283,7 @@ class RedisWorker:
     @property
     def model_name(self) -> str:
         """The model's name, which all hosts of a prefix should share."""
-        return self._options.model
+        return self._options.model_name or ""
 
     def stats(self) -> RedisWorkerStats | None:
         """A snapshot of the host; None before ``start``.

@@ -29,7 +29,7 @@ import contextlib
 import hmac
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgpack
@@ -72,32 +72,24 @@ _CAUSES = 3
 class Wire:
     """Makes and reads messages. Both sides need the same codec, secret and prefix. Thread-safe.
 
-    Args:
+    The prefix is part of the signature, so that a message is valid for one model only.
+
+    Attributes:
         codec: encodes items, results and the contents of exceptions.
-        secret: signs and verifies messages; None does neither.
-        prefix: part of the signature, so that a message is valid for one model only.
         max_bytes: maximum size of a message.
-        error_types: exception classes to restore, besides built-in ones and this package's.
     """
 
-    def __init__(
-        self,
-        codec: WireCodec,
-        *,
-        secret: bytes | None,
-        prefix: str,
-        max_bytes: int,
-        error_types: Iterable[type[BaseException]] = (),
-    ) -> None:
-        self.codec = codec
-        self.max_bytes = max_bytes
-        self._secret = secret
-        self._is_pickle = codec.name == "pickle"
-        self._call_context = b"call\0" + prefix.encode() + b"\0"
-        self._reply_context = b"reply\0" + prefix.encode() + b"\0"
-        self._outputs_context = b"outputs\0" + prefix.encode() + b"\0"
-        self._model_context = b"model\0" + prefix.encode() + b"\0"
-        self._error_types = {_name(kind): kind for kind in error_types}
+    def __init__(self, options: BrokerOptions) -> None:
+        self._is_pickle = options.serializer == "pickle"
+        self.codec: WireCodec = PickleCodec() if self._is_pickle else MsgpackCodec()
+        self.max_bytes = options.max_message_bytes
+        secret, end = options.secret, b"\0" + options.prefix.encode() + b"\0"
+        self._secret = secret.encode() if isinstance(secret, str) else secret
+        self._call_context = b"call" + end
+        self._reply_context = b"reply" + end
+        self._outputs_context = b"outputs" + end
+        self._model_context = b"model" + end
+        self._error_types = {_name(kind): kind for kind in options.error_types}
 
     # -- calls
 
@@ -410,16 +402,3 @@ _KNOWN: dict[str, type[BaseException]] = _BUILT_IN | {
 
 Serializer = Literal["msgpack", "pickle"]
 Secret = str | bytes
-
-
-def make_wire(options: BrokerOptions) -> Wire:
-    """What both sides of a broker read and write messages with."""
-    codec: WireCodec = MsgpackCodec() if options.serializer == "msgpack" else PickleCodec()
-    secret = options.secret
-    return Wire(
-        codec,
-        secret=secret.encode() if isinstance(secret, str) else secret,
-        prefix=options.prefix,
-        max_bytes=options.max_message_bytes,
-        error_types=options.error_types,
-    )

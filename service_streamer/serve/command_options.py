@@ -33,6 +33,7 @@ from .http.web_options import WebOptions
 #: What --ray means without a value.
 ANY_CLUSTER = "any"
 
+_PORT = kinds.count(0, 65535)
 _RAY_WORDS = "host:port, auto, local or any"
 _RAY = re.compile(r"any|auto|local|[^:/\s]+:\d+|\[[0-9a-f:.]+\]:\d+")
 
@@ -56,12 +57,12 @@ class PipelineOptions(Options):
     """Which model the command line serves."""
 
     model: str | None = option(
-        None, kinds.text(none="the model of this package"),
+        None, kinds.text().or_none("the model of this package"),
         "Folder, name on the Hugging Face hub, or module:Class of a ManagedModel.",
         "Without it a small text-infilling model is served, which comes with this package.",
     )  # fmt: skip
     task: str | None = option(
-        None, kinds.text(none="the model's own"), "Task of the Hugging Face pipeline.",
+        None, kinds.text().or_none("the model's own"), "Task of the Hugging Face pipeline.",
         "fill-mask, text-classification, token-classification, feature-extraction, "
         "text-generation, image-classification, zero-shot-classification, ...",
         shown="the model's own",
@@ -74,7 +75,7 @@ class PipelineOptions(Options):
         "float32 on a GPU uses TF32.",
     )  # fmt: skip
     attention: str | None = option(
-        None, kinds.choice("sdpa", "flash_attention_2", "eager", none="that of transformers"),
+        None, kinds.choice("sdpa", "flash_attention_2", "eager").or_none("that of transformers"),
         "How the model computes attention.",
         "flash_attention_2 needs the package flash-attn, a GPU, and float16 or bfloat16.",
         shown="what transformers prefers for the model",
@@ -82,28 +83,28 @@ class PipelineOptions(Options):
     quantization: str | None = option(
         None, kinds.choice(
             "bitsandbytes-8bit", "bitsandbytes-4bit", "torchao-int8", "torchao-float8",
-            "quanto-int8", "quanto-int4", none="none",
-        ),
+            "quanto-int8", "quanto-int4",
+        ).or_none("none"),
         "How the model's weights are quantized while they are loaded.",
         "It saves device memory, and is often slower than float16. It needs the package that it "
         "is named after.",
         shown="as saved",
     )  # fmt: skip
     compile: bool = option(
-        False, kinds.flag(), "Compile the model with torch.compile.",
+        False, kinds.FLAG, "Compile the model with torch.compile.",
         "Batches are padded to a few shapes, and each is compiled before the worker is ready, "
         "which takes minutes. For text tasks other than generation and zero-shot, image "
         "classification and image features.",
     )  # fmt: skip
     max_batch_tokens: int | None = option(
-        None, kinds.count(none="no bound"),
+        None, kinds.count().or_none("no bound"),
         "Upper bound on the tokens of a forward pass, padding included.",
         "Batches are formed by four bytes for a token. A batch with more tokens is computed in "
         "parts, and a text beyond the bound alone. For text tasks other than generation.",
         shown="no bound",
     )  # fmt: skip
     max_batch_seconds: int | None = option(
-        None, kinds.count(none="60 on a CPU, 600 on a GPU"),
+        None, kinds.count().or_none("60 on a CPU, 600 on a GPU"),
         "Upper bound on the seconds of sound of a forward pass.",
         "A batch with more is computed in parts. A longer sound is recognized in pieces, or gets "
         "413 where the model cannot cut it, as in audio-classification. On a CPU a second takes "
@@ -111,7 +112,8 @@ class PipelineOptions(Options):
         shown="60 on a CPU, 600 on a GPU",
     )  # fmt: skip
     revision: str | None = option(
-        None, kinds.text(none="main"), "Branch, tag or commit of a model on the Hugging Face hub.",
+        None, kinds.text().or_none("main"),
+        "Branch, tag or commit of a model on the Hugging Face hub.",
         "Also as NAME@REVISION. All workers load the commit that it means when the service "
         "starts.",
         shown="main",
@@ -124,7 +126,7 @@ class AddressOptions(Options):
 
     host: str = option("127.0.0.1", kinds.text(), "Address to listen at; 0.0.0.0 for all of them.")
     port: int | None = option(
-        8000, kinds.count(least=0, most=65535), "Port to listen at; 0 takes a free one.",
+        8000, _PORT, "Port to listen at; 0 takes a free one.",
     )  # fmt: skip
     log_format: Literal["text", "json"] = option(
         "text", kinds.choice("text", "json"), "Format of the log.",
@@ -188,7 +190,7 @@ class ServeOptions(
         more="", shown="16 batches for each worker, at least 256",
     )  # fmt: skip
     redis_broker: Any = changed(
-        RedisOptions, "redis_broker", default=None, kind=kinds.broker(none="no Redis"),
+        RedisOptions, "redis_broker", default=None, kind=kinds.BROKER.or_none("no Redis"),
         more="The service then has no model of its own; worker hosts compute.",
         shown="the model is in worker processes of this service",
     )  # fmt: skip
@@ -213,13 +215,13 @@ class ServeOptions(
         shown="the workers are processes of this machine",
     )  # fmt: skip
     grpc_port: int | None = option(
-        None, kinds.count(least=0, most=65535, none="no gRPC"),
+        None, _PORT.or_none("no gRPC"),
         "Port for gRPC, the Open Inference Protocol; 0 takes a free one.",
         "At the address of --host.",
         shown="no gRPC",
     )  # fmt: skip
     web_workers: int | Literal["auto"] = option(
-        1, kinds.count(auto=True), "Number of processes that answer HTTP.",
+        1, kinds.count().or_auto(), "Number of processes that answer HTTP.",
         "They share the workers. auto chooses by the cores of this machine.",
     )  # fmt: skip
 
@@ -230,7 +232,7 @@ class WorkerCommandOptions(ModelCommandOptions):
 
     host: str = changed(AddressOptions, "host", help="Address for --port; 0.0.0.0 for all of them.")
     port: int | None = changed(
-        AddressOptions, "port", default=None, kind=kinds.count(least=0, most=65535, none="no port"),
+        AddressOptions, "port", default=None, kind=_PORT.or_none("no port"),
         help="Port for GET of /health/live, /health/ready, /stats and /metrics; 0 takes a free "
         "one.",
         shown="do not listen",
@@ -271,13 +273,13 @@ class SimulateOptions(ScaleOptions, BatchingOptions):
         shown="5s",
     )  # fmt: skip
     closed_loop: int | None = option(
-        None, kinds.count(none="no"), "Number of callers that each wait for their answer.",
+        None, kinds.count().or_none("no"), "Number of callers that each wait for their answer.",
     )  # fmt: skip
     think_time: float = option(
         0.0, kinds.seconds(zero=True), "Time that callers of --closed-loop wait before each call.",
     )  # fmt: skip
     rate: float | None = option(
-        None, kinds.number(none="no"),
+        None, kinds.number().or_none("no"),
         "Calls a second that arrive at random; also beside --bursts.",
     )  # fmt: skip
     bursts: tuple[int, float] | None = option(
@@ -289,7 +291,7 @@ class SimulateOptions(ScaleOptions, BatchingOptions):
         "duration each, as 0.2:60s,3:120s,0.2:180s.",
     )  # fmt: skip
     trace: Path | None = option(
-        None, kinds.file(none="no", exists=True),
+        None, kinds.file(exists=True).or_none("no"),
         "File of calls that a streamer with trace= wrote.",
     )  # fmt: skip
     speed: float = option(1.0, kinds.number(), "Factor by which the trace runs faster.")
@@ -298,18 +300,18 @@ class SimulateOptions(ScaleOptions, BatchingOptions):
         None, _MEAN_LENGTH, "Mean length of the items, or mean and spread such as 25:0.6.",
     )  # fmt: skip
     requests: int | None = option(
-        None, kinds.count(none="no"), "Number of calls after which the simulation ends.",
+        None, kinds.count().or_none("no"), "Number of calls after which the simulation ends.",
         shown="20000, or the end of the trace or of --seconds",
     )  # fmt: skip
     seconds: float | None = option(
-        None, kinds.seconds(none="no"), "Simulated time after which the simulation ends.",
+        None, kinds.seconds().or_none("no"), "Simulated time after which the simulation ends.",
     )  # fmt: skip
     seed: int = option(0, kinds.count(least=-math.inf), "Seed of all that is random.")
     fixed_wait: float | None = option(
-        None, kinds.seconds(none="no", zero=True),
+        None, kinds.seconds(zero=True).or_none("no"),
         "Fixed wait for batches of --batch-size, to compare with.",
     )  # fmt: skip
-    sweep: bool = option(False, kinds.flag(), "Try loads from 0.1 to 1.2 of what can be computed.")
+    sweep: bool = option(False, kinds.FLAG, "Try loads from 0.1 to 1.2 of what can be computed.")
     plot: Path | None = option(
-        None, kinds.file(none="no"), "SVG file with the latencies of a sweep."
+        None, kinds.file().or_none("no"), "SVG file with the latencies of a sweep."
     )

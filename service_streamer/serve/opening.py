@@ -12,7 +12,7 @@ from ..engine.build import find_function
 from ..options.table import RayStreamerOptions, RedisStreamerOptions, StreamerOptions
 from ..streamer import ScaledStreamer, Streamer
 from ..workers.arena import default_limit
-from .command_options import ANY_CLUSTER, ModelCommandOptions, ServeOptions
+from .command_options import ANY_CLUSTER, ModelCommandOptions, PipelineOptions, ServeOptions
 from .configuration import NamedModel
 from .fitting import check_task, gpus_of_worker, unused_gpus
 from .hosted_model import OpenedModel
@@ -175,14 +175,9 @@ def pool_options(options: ModelCommandOptions) -> tuple[str, StreamerOptions]:
         if unused:
             logger.warning(unused)
         kwargs = {
+            **vars(PipelineOptions.select(options)),
             **_pinned(options),
-            "dtype": options.dtype,
-            "attention": options.attention,
-            "quantization": options.quantization,
-            "compile": options.compile,
             "devices": gpus_of_worker(options),
-            "max_batch_tokens": options.max_batch_tokens,
-            "max_batch_seconds": options.max_batch_seconds,
             "batch_size": options.batch_size,
         }
     return target, StreamerOptions.select(

@@ -150,7 +150,7 @@ def simulate(
     Raises:
         TypeError, ValueError: a value is out of range.
     """
-    bounds = worker_range(kinds.workers().check("workers", workers))
+    bounds = worker_range(kinds.WORKERS.check("workers", workers))
     start_duration = kinds.seconds(zero=True).check("start_duration", start_duration)
     phases = load.phases if isinstance(load, Phases) else ((math.inf, load),)
     until, last = phases[-1]
@@ -158,7 +158,7 @@ def simulate(
         kinds.count().check("requests", requests)
     elif seconds is None and until == math.inf and not isinstance(last, Replay):
         requests = 20_000
-    kinds.number(none="no bound").check("seconds", seconds)
+    kinds.number().or_none("no bound").check("seconds", seconds)
     if not 0 <= warm_up < 1:
         raise ValueError(f"warm_up must be a share of at least 0 and below 1; not {warm_up!r}")
     PATIENCE.check("fixed_wait", fixed_wait)

@@ -23,7 +23,7 @@ from conftest import await_that
 from redis_peers import Keys, client_name
 from service_streamer import BadMessage, ModelError, RedisStreamer, RedisWorker
 from service_streamer.options.table import BrokerOptions
-from service_streamer.redis.wire import CallOptions, Wire, make_wire
+from service_streamer.redis.wire import CallOptions, Wire
 from service_streamer.testing import Gate
 
 SECRET = "a secret of the honest"
@@ -63,7 +63,7 @@ class Site:
     def wire(self, **options: Any) -> Wire:
         """What makes the messages of somebody honest, but for these options."""
         given = {"prefix": self._prefix, "max_message_bytes": 1 << 30, **self._options, **options}
-        return make_wire(BrokerOptions.select(given))
+        return Wire(BrokerOptions.select(given))
 
     def send(self, *messages: Fields, to: str = "") -> None:
         """Put entries with these names and values into a stream: that of the calls, or another."""

@@ -30,11 +30,6 @@ _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)
 #: Without these, or with them empty, the service is open, or is not what the file says.
 _NEVER_BLANK = ("API_KEY", "API_KEY_FILE", "SECRET", "CONFIG")
 
-_SCALARS: tuple[type, ...] = (str, int, float)
-_NAMES: dict[type, str] = {
-    bool: "true or false", str: "a string", int: "a whole number", float: "a number", list: "a list"
-}  # fmt: skip
-
 Commands = Mapping[str, click.Command]
 
 
@@ -104,14 +99,14 @@ def checked(
         if name in defaults:
             raise click.BadParameter(f"{where} {key}: is set twice, with - and with _")
         several = [value] if option.multiple and not isinstance(value, list) else value
-        problem = _mistyped(option, several)
-        if problem is None:
-            try:
-                option.type_cast_value(context, several)
-            except click.UsageError as error:
-                problem = error.message
-        if problem is not None:
-            raise click.BadParameter(f"{where} {key}: {problem}")
+        try:
+            if several == []:
+                raise click.UsageError("the list is empty; remove the line, or name a value")
+            if option.type is click.BOOL and not isinstance(value, bool):  # click takes words, too
+                raise click.UsageError(f"must be true or false; not {value!r}")
+            option.type_cast_value(context, several)
+        except click.UsageError as error:
+            raise click.BadParameter(f"{where} {key}: {error.message}") from None
         defaults[name] = several
     return defaults
 
@@ -119,35 +114,6 @@ def checked(
 def _options(command: click.Command) -> dict[str, click.Parameter]:
     """Those that a file may set, by the names that Python has for them."""
     return {each.name: each for each in command.params if each.name and each.name != "config"}
-
-
-def _mistyped(option: click.Parameter, value: Any) -> str | None:
-    """Why a value cannot be that of an option, by its type in TOML; None if it can."""
-    takes = _taken(option.type)
-    wanted = _wanted(takes)
-    values = [value]
-    if option.multiple or (list in takes and isinstance(value, list)):
-        values = value
-        if not values:
-            return "the list is empty; remove the line, or name a value"
-        wanted += ", or a list of such"
-    for each in values:
-        if type(each) not in takes or isinstance(each, list):
-            return f"must be {wanted}; not {_shown(each)}"
-    return None
-
-
-def _wanted(takes: tuple[type, ...]) -> str:
-    """The types in words; a number that may be a string as well is a number."""
-    shown = [each for each in takes if each is not list and not (each is int and float in takes)]
-    if takes[0] is not str and str in shown:
-        shown.remove(str)
-    return " or ".join(_NAMES[each] for each in shown)
-
-
-def _taken(kind: Any) -> tuple[type, ...]:
-    """The types in TOML of a kind of option; a flag has none of our kinds."""
-    return tuple(getattr(kind, "toml", (bool,)))
 
 
 def _unknown_table(table: str, content: object, commands: Commands) -> str:
@@ -180,11 +146,6 @@ def _meant(name: str, known: Iterable[str], form: str) -> str:
 
 def _name(key: str) -> str:
     return key.replace("-", "_")
-
-
-def _shown(value: object) -> str:
-    kind = "a table" if isinstance(value, dict) else _NAMES.get(type(value), "a date or time")
-    return f"{kind} ({value!r:.60})" if type(value) in _SCALARS else kind
 
 
 def check_environment(environment: Mapping[str, str], commands: Commands) -> list[str]:

@@ -14,12 +14,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ...options.kinds import options_of
+from ...options import kinds
+from ...options.kinds import Option, options_of
 from ..command_options import AddressOptions, ServeOptions
 from ..configuration import NamedModel
 from ..http.web_options import WebOptions
 from .cli_options import parameter_of, without_effect
 from .config import SERVE, checked, read_defaults, tables_of
+from .written import Written
 
 #: The name of the tables.
 MODEL = "model"
@@ -50,8 +52,7 @@ def _fields() -> dict[str, str]:
 def model_command(serve: click.Command) -> click.Command:
     """What such a table may say, as if it was a command of its own."""
     fields = _fields()
-    name = click.Option(["--name"], type=str, required=True)
-    name.type.toml = (str,)  # type: ignore[attr-defined]
+    name = click.Option(["--name"], type=Written(Option("name", "", kinds.text(), "")))
     return click.Command(MODEL, params=[name, *(p for p in serve.params if p.name in fields)])
 
 

@@ -11,6 +11,7 @@ from ...errors import StreamerError
 from ...options.kinds import POOL_NAME
 from ...pool.control import ask_pool, await_end
 from ...pool.directory import own_directory, pool_names
+from ...reporting import counted
 
 
 @click.group("pool")
@@ -39,7 +40,7 @@ def list_pools() -> None:
             continue
         click.echo(
             f"{name:20} process {status['pid']}, {status['state']}, "
-            f"{_counted(len(status['clients']), 'client')}, up {_duration(status['seconds'])}"
+            f"{counted(len(status['clients']), 'client')}, up {_duration(status['seconds'])}"
         )
 
 
@@ -58,7 +59,7 @@ def status(name: str) -> None:
             for each in found["workers"]
         ),
         *(
-            (f"client {pid}", f"{_counted(calls, 'open call')}{_command(pid)}")
+            (f"client {pid}", f"{counted(calls, 'open call')}{_command(pid)}")
             for pid, calls in found["clients"]
         ),
         *found["fingerprint"].items(),
@@ -112,10 +113,6 @@ def _asked(name: str, method: str, *arguments: Any) -> Any:
         return ask_pool(name, method, *arguments)
     except (StreamerError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _duration(seconds: float) -> str:

@@ -144,22 +144,13 @@ def _sweep(options: SimulateOptions) -> None:
 
 
 def _run(options: SimulateOptions, load: Any, **changes: Any) -> Report:
-    return simulate(
-        load,
-        _model(options),
-        start_duration=options.start_duration,
-        batch_size=options.batch_size,
-        max_latency=options.max_latency,
-        max_batch_cost=options.max_batch_cost,
-        **{
-            "workers": options.worker_num,
-            "lengths": _lengths(options),
-            "requests": options.requests,
-            "seconds": options.seconds,
-            "seed": options.seed,
-            **changes,
-        },
-    )
+    given = options.arguments(simulate) | {
+        "load": load,
+        "workers": options.worker_num,
+        "lengths": _lengths(options),
+        "fixed_wait": None,
+    }
+    return simulate(model=_model(options), **given | changes)
 
 
 def _lengths(options: SimulateOptions) -> LogNormal | None:

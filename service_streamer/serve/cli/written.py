@@ -31,6 +31,12 @@ def _text(read: Callable[[str], Any]) -> Callable[[Any], Any]:
     return lambda value: read(value) if isinstance(value, str) else value
 
 
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
 def _seconds(value: Any) -> Any:
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     return value if match is None else float(match[1]) * _UNITS[match[2]]
@@ -92,51 +98,45 @@ class WrittenForm(NamedTuple):
 
     Attributes:
         metavar: stands for the value in the help.
-        toml: the types that it has in a TOML file.
-        read: makes a value of a text.
+        read: makes a value of a text, or of what a TOML file has.
         words: what a value must be, if it is written in other words than the library's.
     """
 
     metavar: str = "TEXT"
-    toml: tuple[type, ...] = (str,)
     read: Callable[[Any], Any] = lambda value: value
     words: str = ""
 
 
-_NUMBER: tuple[type, ...] = (float, int, str)
-
 #: By the form of a kind.
 _FORMS: dict[str, WrittenForm] = {
-    "flag": WrittenForm("", (bool,)),
-    "count": WrittenForm("INTEGER", (int, str), _text(int)),
+    "flag": WrittenForm(""),
+    "count": WrittenForm("INTEGER", _text(int)),
     "workers": WrittenForm(
-        "N|LEAST:MOST", (int, str), _workers,
+        "N|LEAST:MOST", _workers,
         "a whole number of at least 1, or the least and the most, such as 1:16",
     ),
-    "seconds": WrittenForm("SECONDS", _NUMBER, _seconds),
-    "number": WrittenForm("NUMBER", _NUMBER, _text(float)),
+    "seconds": WrittenForm("SECONDS", _seconds),
+    "number": WrittenForm("NUMBER", _text(float)),
     "numbers": WrittenForm(
-        "NAME=NUMBER,...", read=_amounts,
-        words="names with numbers, such as disk=1,accelerator_type:A100=0.001",
+        "NAME=NUMBER,...", _amounts,
+        "names with numbers, such as disk=1,accelerator_type:A100=0.001",
     ),
     "text": WrittenForm(),
     "choice": WrittenForm(),
-    "strategy": WrittenForm("[DEFAULT|SPREAD]", words="DEFAULT or SPREAD"),
-    "broker": WrittenForm("URL"),
+    "strategy": WrittenForm("[DEFAULT|SPREAD]", _string, "DEFAULT or SPREAD"),
+    "broker": WrittenForm("URL", _string, "an address of Redis"),
     "ray": WrittenForm("[ADDRESS]"),
-    "size": WrittenForm("SIZE", (str, int), _size),
-    "devices": WrittenForm("DEVICES", (str, int, list), _devices),
-    "arguments": WrittenForm(
-        "JSON", read=_text(json.loads), words="""JSON such as '{"working_dir": "."}'"""
-    ),
+    "size": WrittenForm("SIZE", _size),
+    "devices": WrittenForm("DEVICES", _devices),
+    "arguments": WrittenForm("JSON", _text(json.loads), """JSON such as '{"working_dir": "."}'"""),
     "function": WrittenForm("MODULE:FUNCTION"),
     "file": WrittenForm("FILE"),
     "header": WrittenForm("NAME"),
     "host": WrittenForm("HOST"),
     "origin": WrittenForm("ORIGIN"),
-    "bursts": WrittenForm("N/SECONDS", read=_bursts),
-    "mean": WrittenForm("MEAN[:SIGMA]", read=_mean_length),
-    "phases": WrittenForm("LOAD:SECONDS,...", read=_phases),
+    "bursts": WrittenForm("N/SECONDS", _bursts),
+    "mean": WrittenForm("MEAN[:SIGMA]", _mean_length),
+    "phases": WrittenForm("LOAD:SECONDS,...", _phases),
 }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ class Written(click.ParamType[Any]):
 
     Attributes:
         words: what a value must be.
-        metavar, toml: see ``WrittenForm``.
+        metavar: see ``WrittenForm``.
         is_flag: whether the option has no value on the command line.
         is_repeated: whether it may be given several times.
         bare: what it means without a value; None if it needs one.
@@ -162,7 +162,6 @@ class Written(click.ParamType[Any]):
             kind = replace(kind, none="")
         form = _FORMS[kind.form]
         self._kind, self._read = kind, form.read
-        self.toml = form.toml
         self.metavar = f"[{'|'.join(kind.among)}]" if kind.among else form.metavar
         self.name = self.metavar.lower()
         others = ["auto"] * kind.auto + ["none"] * bool(kind.none)
@@ -170,6 +169,9 @@ class Written(click.ParamType[Any]):
         self.words += "".join(f" or {word}" for word in others[-1:])
 
     def convert(self, value: Any, param: Any, context: Any) -> Any:
+        if isinstance(value, (list, dict)) and self._read is not _devices:
+            shown = "list" if isinstance(value, list) else "table"
+            self.fail(f"must be {self.words}; not a {shown}", param, context)
         if self._kind.auto and value == "auto":
             return value
         if self._kind.none and value == "none":

@@ -76,25 +76,25 @@ class WebOptions(Options):
         shown="no key is needed", is_private=True,
     )  # fmt: skip
     api_key_file: Path | None = option(
-        None, kinds.file(none="no file", exists=True),
+        None, kinds.file(exists=True).or_none("no file"),
         "TOML file of API keys with scopes, limits and ends.",
         "It is read again when it changes. 'service-streamer key new' makes a key.",
         shown="no file",
     )  # fmt: skip
     ssl_certfile: Path | None = option(
-        None, kinds.file(none="no TLS", exists=True),
+        None, kinds.file(exists=True).or_none("no TLS"),
         "PEM file with the certificate and its chain; the service then speaks TLS.",
         "It is read again when it changes.",
         shown="no TLS",
     )  # fmt: skip
     ssl_keyfile: Path | None = option(
-        None, kinds.file(none="the certificate's file", exists=True),
+        None, kinds.file(exists=True).or_none("the certificate's file"),
         "PEM file with the key of the certificate.",
         "Its password, if it has one, is read from SERVICE_STREAMER_SSL_KEYFILE_PASSWORD.",
         shown="in the file of --ssl-certfile",
     )  # fmt: skip
     ssl_ca_certs: Path | None = option(
-        None, kinds.file(none="no client certificates", exists=True),
+        None, kinds.file(exists=True).or_none("no client certificates"),
         "PEM file of the authorities that clients' certificates must be from.",
         "Clients without one cannot connect.",
         shown="clients need no certificate",
@@ -107,7 +107,7 @@ class WebOptions(Options):
         shown="none",
     )  # fmt: skip
     access_log: bool = option(
-        False, kinds.flag(), "Log a line for each request, in the format of --log-format.",
+        False, kinds.FLAG, "Log a line for each request, in the format of --log-format.",
     )  # fmt: skip
     priority_header: bytes = option(
         b"", _HEADER,
@@ -159,9 +159,9 @@ class WebOptions(Options):
         shown="256M",
     )  # fmt: skip
     opentelemetry: bool = option(
-        False, kinds.flag(),
+        False, kinds.FLAG,
         "Send spans of requests and batches to the collector of OTEL_EXPORTER_OTLP_ENDPOINT.",
     )  # fmt: skip
     debug: bool = option(
-        False, kinds.flag(), "Show in answers what went wrong inside; not for the public.",
+        False, kinds.FLAG, "Show in answers what went wrong inside; not for the public.",
     )  # fmt: skip
