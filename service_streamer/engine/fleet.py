@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
-from ..batching.isolation import Raised, Search
+from ..batching.isolation import Search
 from ..errors import StreamerBroken, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchReport
@@ -86,10 +86,8 @@ class Fleet:
     def foresee(self, events: list[WorkerEvent]) -> None:
         """Have no batch cut for a worker of which a later one of these events says it is lost."""
         self._dying = {event.slot for event in events if type(event) is WorkerDied}
-        slots = self.batcher.slots
-        for slot in self._dying:
-            if slot in slots:
-                slots.close(slot)  # after what it still answered it is lost
+        for slot in self._dying.intersection(self.batcher.slots.numbers()):
+            self.batcher.slots.close(slot)  # after what it still answered it is lost
 
     def apply(self, event: FleetEvent, now: float) -> Actions:
         """Apply an event."""
@@ -261,9 +259,7 @@ class Fleet:
         self.scaling.due = math.inf
 
     def _workers_changed(self) -> None:
-        supervisor = self.supervisor
-        has_begun = not (supervisor.is_starting or supervisor.is_broken)
-        if self.state is EngineState.STARTING and has_begun:
+        if self.state is EngineState.STARTING and not self.supervisor.is_starting:
             self.state = EngineState.RUNNING
 
     def _ceiling_changed(self, slot: int, ceiling: float) -> None:
@@ -291,32 +287,21 @@ class Fleet:
     def _note_searches(self) -> None:
         """What the searches for faulty items cost that have come to an end."""
         for search in self.batcher.retries.take_ended():
-            self._note_search(search)
-
-    def _note_search(self, search: Search | Raised) -> None:
-        failure = search.failure
-        if isinstance(search, Search):
-            self._note(
-                _WARNING if search.failed else _INFO,
-                "%s with a worker that was lost (%s): %s to compute again, %s failed",
-                counted(search.items, "item"), failure.text, counted(search.runs, "model call"),
-                counted(search.failed, "call"),
-            )  # fmt: skip
-        elif search.runs:
-            self._note(
-                _WARNING,
-                "%d of %s in a batch failed (%s); to find out took %s more",
-                search.failed, counted(search.calls, "call"),
-                "none of them when it was alone" if failure is None else failure.text,
-                counted(search.runs, "model call"),
-            )  # fmt: skip
-        elif search.failed:
-            self._note(
-                _WARNING,
-                "%s failed together with %s, and the call at fault is not known:\n%s",
-                counted(search.failed, "call"), failure.text,
-                failure.remote_traceback or failure.text,
-            )  # fmt: skip
+            failure, level = search.failure, _WARNING if search.failed else _INFO
+            failed, runs = counted(search.failed, "call"), counted(search.runs, "model call")
+            if isinstance(search, Search):
+                items = counted(search.items, "item")
+                text = "%s with a worker that was lost (%s): %s to compute again, %s failed"
+                self._note(level, text, items, failure.text, runs, failed)
+            elif search.runs:
+                calls = counted(search.calls, "call")
+                why = "none of them when it was alone" if failure is None else failure.text
+                text = "%d of %s in a batch failed (%s); to find out took %s more"
+                self._note(_WARNING, text, search.failed, calls, why, runs)
+            elif search.failed:
+                text = "%s failed together with %s, and the call at fault is not known:\n%s"
+                cause = failure.remote_traceback or failure.text
+                self._note(level, text, failed, failure.text, cause)
 
     def _note_failed(self, failure: Failure, pause: float, *, is_news: bool) -> None:
         """Of a place without a worker: an error once, then a line for each try, if there is more.
@@ -339,7 +324,8 @@ class Fleet:
     def _states(self) -> Iterator[tuple[int, str]]:
         """Place and state of each worker, and of each place that waits for one or has failed."""
         slots = self.batcher.slots
-        for place, slot, state in self.supervisor.workers():
+        workers = () if self.state is EngineState.CLOSED else self.supervisor.workers()
+        for place, slot, state in workers:
             if slot is not None and state is WorkerState.READY:
                 yield place, "busy" if slot in slots and slots[slot].batches else "idle"
             else:
@@ -347,22 +333,18 @@ class Fleet:
 
     def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
         """Each worker, and each place that waits for one or has failed, by number."""
-        if self.state is EngineState.CLOSED:
-            return []
         restarts = self.supervisor.restarts_at
-        workers = [
+        return [
             WorkerStats(place, device(place), state, restarts[place])
-            for place, state in self._states()
+            for place, state in sorted(self._states(), key=lambda each: each[0])
         ]
-        return sorted(workers, key=lambda worker: worker.number)
 
     def stats(self, now: float) -> StreamerStats:
         batcher, supervisor = self.batcher, self.supervisor
         figures, slots, retries = batcher.figures, batcher.slots, batcher.retries
         workers = dict.fromkeys(_STATES, 0)
-        if self.state is not EngineState.CLOSED:
-            for _, state in self._states():
-                workers[state] += 1
+        for _, state in self._states():
+            workers[state] += 1
         scaling = self.scaling
         scaled: dict[str, Any] = {}
         if not scaling.is_fixed:

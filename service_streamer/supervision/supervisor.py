@@ -54,9 +54,9 @@ BACKOFF, MAX_BACKOFF = 0.1, 5.0
 #: The same before a place is tried again that has failed.
 RETRY, MAX_RETRY = 1.0, 60.0
 
-#: How often a place is tried that never had a worker, if its processes die while they load. More
-#: than once, since several that load at the same time may run out of memory together.
-_FIRST_STARTS = 3
+#: How often a place is tried again that never had a worker, if its processes die while they load:
+#: several that load at the same time may run out of memory together.
+_FIRST_RESTARTS = 2
 
 #: What "auto" allows for loading a model, seconds, when none has been loaded yet: 140 GB of weights
 #: at 40 MB/s. And when it is known how long that takes: so many times as long, but never less than
@@ -121,17 +121,15 @@ class _Worker:
         self.ready_by = now + bound
         self.generation = generation
         self.state = WorkerState.STARTING
-        self.is_condemned = self.is_killed = False
+        self.is_condemned = False  # it is ended for what it does
         self.is_waiting = False  # for a place on a cluster
-        self.is_unwanted = False  # it retires only since fewer were wanted then
         self.ready_at = math.inf
 
 
 class _Place:
     def __init__(self) -> None:
         self.restarts = 0  # in a row
-        self.causeless = 0  # of them, those after a death that no batch had a part in
-        self.tries = 0  # since it has failed
+        self.idle_losses = 0  # in a row: of workers that loaded, or had nothing to do
         self.restart_at = -math.inf  # at once
         self.has_failed = False
         self.was_served = False  # by a worker that was ready
@@ -141,7 +139,7 @@ class _Place:
 
     def forgive(self) -> None:
         """The row has ended."""
-        self.restarts = self.causeless = self.tries = 0
+        self.restarts = self.idle_losses = 0
 
 
 class Supervisor:
@@ -182,7 +180,7 @@ class Supervisor:
         self.start_duration = 0.0
         self.tries_once = False
         self._is_winding_down = False
-        self._longest_start: float | None = None  # seconds that loading has taken
+        self._longest_start = 0.0  # seconds that loading has taken
         self._readied = 0  # how often a worker has become ready
 
     # -- what users want
@@ -240,9 +238,8 @@ class Supervisor:
 
     # -- what workers do
 
-    def _place_of(self, worker: _Worker) -> _Place | None:
-        """Its place; None if that is not wanted any more."""
-        return self._places[worker.place] if worker.place < len(self._places) else None
+    def _is_wanted(self, worker: _Worker) -> bool:
+        return worker.place < len(self._places)
 
     def _beside(self, worker: _Worker) -> list[_Worker]:
         """The other workers of its place."""
@@ -260,24 +257,22 @@ class Supervisor:
     def ready(self, slot: int, now: float) -> bool:
         """The worker has loaded its model; whether it may take batches: not if it is ended."""
         worker = self._workers[slot]
-        if worker.state is WorkerState.STOPPING or worker.is_killed:
+        if worker.state is WorkerState.STOPPING or worker.is_condemned:
             return False
         worker.state = WorkerState.READY
         worker.ready_at = now
         worker.is_waiting = False
         self._readied += 1
         self.start_duration = now - worker.started_at
-        self._longest_start = max(self._longest_start or 0.0, self.start_duration)
+        self._longest_start = max(self._longest_start, self.start_duration)
         for other in self._places:  # of ``tries_once``
             if other.restart_at == math.inf:
                 other.restart_at = now + RETRY
-        place = self._place_of(worker)
-        if place is not None:
-            place.was_served = True
-            place.awaited_at = None
+        if self._is_wanted(worker):
+            place = self._places[worker.place]
             if place.has_failed:
-                place.has_failed = False
                 self.restarts_at[worker.place] += 1
+            place.awaited_at, place.has_failed = None, False
         self.due = -math.inf
         return True
 
@@ -293,15 +288,13 @@ class Supervisor:
         worker = self._workers.get(slot)
         if worker is None or worker.is_condemned:
             return False
-        worker.is_unwanted = False  # one that retires is not kept, even if more are wanted again
+        worker.is_condemned = True
         if worker.state is not WorkerState.READY:
             return False
-        worker.is_condemned = True
         self.due = -math.inf
-        place = self._place_of(worker)
-        if place is not None:
+        if self._is_wanted(worker):
             if ends_row:
-                place.forgive()
+                self._places[worker.place].forgive()
             self._restart(worker.place, now)
         return True
 
@@ -329,8 +322,8 @@ class Supervisor:
             ends_row: whether it has computed a batch, or it is known that the batch was the cause.
         """
         worker = self._workers[slot]
-        place = self._place_of(worker)
-        is_awaited = place is not None and self._is_awaited(worker.place)
+        is_wanted = self._is_wanted(worker)
+        is_awaited = is_wanted and self._is_awaited(worker.place)
         del self._workers[slot]
         self.due = -math.inf
         if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
@@ -345,23 +338,27 @@ class Supervisor:
                 return Fate.ABORTED
             self._overlap = False
             return Fate.OLD_FIRST
-        if place is None:
+        if not is_wanted:
             return Fate.GONE
-        if ends_row or now - worker.ready_at >= WINDOW:
+        place = self._places[worker.place]
+        is_first = worker.ready_at < math.inf and not place.was_served  # of those that were ready
+        if ends_row or is_first or now - worker.ready_at >= WINDOW:
             place.forgive()
-        place.was_served |= worker.ready_at < math.inf
+        place.was_served |= is_first
         if is_awaited:
             self._abort()
-        is_tried = not place.has_failed
-        if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
-            place.causeless += not was_busy
+        budget = 0 if loss is Loss.NEVER_AGAIN else self.max_restarts
+        if not place.was_served:  # a start that has failed would say the same again
+            budget = 0 if loss is Loss.START_FAILED else min(budget, _FIRST_RESTARTS)
+        tries = max(0, place.idle_losses - budget)
+        place.idle_losses += not was_busy
+        if not place.has_failed and (was_busy or place.idle_losses <= budget):
             self._restart(worker.place, now)
             return Fate.RESTARTED
         place.has_failed = True
-        place.restart_at = now + backoff(place.tries, RETRY, MAX_RETRY, self.jitter())
+        place.restart_at = now + backoff(tries, RETRY, MAX_RETRY, self.jitter())
         if self.tries_once and not self.was_served:
             place.restart_at = math.inf
-        place.tries += 1
         return Fate.FAILED
 
     def _restart(self, number: int, now: float) -> None:
@@ -380,15 +377,6 @@ class Supervisor:
 
     def _in(self, *states: WorkerState) -> list[_Worker]:
         return [worker for worker in self._workers.values() if worker.state in states]
-
-    def _budget(self, place: _Place, loss: Loss) -> int:
-        if loss is Loss.NEVER_AGAIN:
-            return 0
-        if place.was_served:
-            return self.max_restarts
-        if loss is Loss.START_FAILED:
-            return 0  # the same start would say the same again
-        return min(_FIRST_STARTS - 1, self.max_restarts)
 
     def _abort(self) -> None:
         """Leave the workers that are not replaced yet: their successors would not start either."""
@@ -437,42 +425,44 @@ class Supervisor:
         for worker in self._workers.values():
             if self._is_missed(worker):
                 # Its stream may take hours more, and there may be no room for another one beside.
-                worker.state, worker.is_unwanted = WorkerState.READY, False
+                worker.state = WorkerState.READY
                 orders.keep.append(worker.slot)
-            if worker.state is WorkerState.STARTING and self._place_of(worker) is None:
-                worker.state = WorkerState.STOPPING
-                worker.is_waiting = False
-                orders.stop.append(worker.slot)
-            elif worker.state is WorkerState.READY and (
-                worker.is_condemned or self._has_successor(worker)
-            ):
-                self._retire(worker, orders)
+            elif worker.state is WorkerState.READY:
+                if worker.is_condemned or self._has_successor(worker):
+                    self._retire(worker, orders)
+            elif worker.state is WorkerState.STARTING:
+                self._hurry(worker, orders, now)
         # Never fewer than are wanted, if others can stand in for them.
         ready = self._in(WorkerState.READY)
-        unwanted = [worker for worker in ready if self._place_of(worker) is None]
-        for worker in unwanted[: max(0, len(ready) - len(self._places))]:
-            worker.is_unwanted = True
+        unwanted = [worker for worker in ready if not self._is_wanted(worker)]
+        for worker in unwanted[: max(0, len(ready) - self.wanted)]:
             self._retire(worker, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
         if not self._is_short and all(map(self._is_settled, self._workers.values())):
             self._renew_next(orders, now)
-        for worker in self._in(WorkerState.STARTING):
-            if worker.ready_by + worker.bound / 2 < now:
-                # We come much too late: this process was held up itself, and maybe all of them.
-                worker.ready_by = now + worker.bound / 2
-            elif worker.ready_by <= now:
-                worker.is_killed = True
-                worker.ready_by = math.inf
-                orders.kill.append(worker.slot)
-            self.due = min(self.due, worker.ready_by)
         return orders
+
+    def _hurry(self, worker: _Worker, orders: WorkerActions, now: float) -> None:
+        """End a worker that loads, if it is unwanted or takes too long."""
+        if not self._is_wanted(worker):
+            worker.state, worker.is_waiting = WorkerState.STOPPING, False
+            orders.stop.append(worker.slot)
+            return
+        if worker.ready_by + worker.bound / 2 < now:
+            # We come much too late: this process was held up itself, and maybe all of them.
+            worker.ready_by = now + worker.bound / 2
+        elif worker.ready_by <= now:
+            worker.is_condemned, worker.ready_by = True, math.inf
+            orders.kill.append(worker.slot)
+        self.due = min(self.due, worker.ready_by)
 
     def _is_missed(self, worker: _Worker) -> bool:
         """Whether it retires since fewer were wanted, but its place is wanted again, and free."""
         return (
             worker.state is WorkerState.RETIRING
-            and worker.is_unwanted
-            and self._place_of(worker) is not None
+            and not worker.is_condemned
+            and worker.generation == self._generation
+            and self._is_wanted(worker)
             and not self._is_winding_down
             and all(w.state is WorkerState.STOPPING for w in self._beside(worker))
         )
@@ -490,18 +480,13 @@ class Supervisor:
             self._retire(worker, orders)
 
     def _start(self, place: int, orders: WorkerActions, now: float) -> None:
-        slot, bound = next(self._slots), self._start_bound()
-        self._workers[slot] = _Worker(slot, place, self._generation, now, bound)
+        slot, bound = next(self._slots), self._start_timeout
+        if bound == "auto":
+            learned = max(_LEAST_START_TIMEOUT, _START_FACTOR * self._longest_start)
+            bound = learned if self.was_served else _FIRST_START_TIMEOUT
+        worker = _Worker(slot, place, self._generation, now, math.inf if bound is None else bound)
+        self._workers[slot] = worker
         orders.start.append((slot, place))
-
-    def _start_bound(self) -> float:
-        """How long a worker that is started now may take to be ready, seconds."""
-        timeout = self._start_timeout
-        if timeout != "auto":
-            return math.inf if timeout is None else timeout
-        if self._longest_start is None:
-            return _FIRST_START_TIMEOUT
-        return max(_LEAST_START_TIMEOUT, _START_FACTOR * self._longest_start)
 
     def _retire(self, worker: _Worker, orders: WorkerActions) -> None:
         worker.state = WorkerState.RETIRING
@@ -509,7 +494,7 @@ class Supervisor:
 
     def _is_old(self, worker: _Worker) -> bool:
         """Whether a renewal is to replace it."""
-        return worker.generation < self._generation and self._place_of(worker) is not None
+        return worker.generation < self._generation and self._is_wanted(worker)
 
     def _has_successor(self, worker: _Worker) -> bool:
         return any(
@@ -573,8 +558,8 @@ class Supervisor:
 
     @property
     def was_served(self) -> bool:
-        """Whether any worker was ever ready, of those places that are wanted."""
-        return any(place.was_served for place in self._places)
+        """Whether any worker was ever ready."""
+        return self._readied > 0
 
     def workers(self) -> Iterator[tuple[int, int | None, WorkerState]]:
         """Each worker as (place, slot, state), and each place without one, whose slot is None."""
