@@ -132,13 +132,15 @@ def test_the_time_to_load_is_learned() -> None:
     assert supervisor.due == 3600.0
     supervisor.ready(0, 10.0)
     supervisor.lost(0, Loss.CRASHED, 20.0)
-    [(slot, _)] = supervisor.orders(20.0).start
-    assert supervisor.start_bound(slot) == 600.0, "the least"
-    assert supervisor.start_bound(1) == 3600.0, "as it was when it started"
+    supervisor.orders(20.0)
+    assert supervisor.due == 620.0, "the least"
+    supervisor.ready(2, 30.0)
+    supervisor.orders(30.0)
+    assert supervisor.due == 3600.0, "as it was when it started"
     supervisor.ready(1, 300.0)
     supervisor.lost(1, Loss.CRASHED, 320.0)
-    [(slot, _)] = supervisor.orders(320.0).start
-    assert supervisor.start_bound(slot) == 3000.0
+    supervisor.orders(320.0)
+    assert supervisor.due == 3320.0
 
 
 def test_nobody_is_ended_since_this_process_was_held_up() -> None:
@@ -146,7 +148,7 @@ def test_nobody_is_ended_since_this_process_was_held_up() -> None:
     supervisor.orders(0.0)
     assert supervisor.orders(16.0).kill == []
     assert supervisor.due == 21.0
-    assert supervisor.orders(21.0).kill == [0]
+    assert supervisor.orders(21.0).kill == [(0, 10.0)]
 
 
 # -- the engine

@@ -47,7 +47,7 @@ class Walk:
             self.log += [f"keep {slot}" for slot in orders.keep]
             self.log += [f"retire {slot}" for slot in orders.retire]
             self.log += [f"stop {slot}" for slot in orders.stop]
-            self.log += [f"kill {slot}" for slot in orders.kill]
+            self.log += [f"kill {slot}" for slot, _ in orders.kill]
 
     def do(self, what: str, *arguments: Any, **named: Any) -> Any:
         """Tell the supervisor something, and carry out what it orders then."""

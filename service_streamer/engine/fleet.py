@@ -148,18 +148,16 @@ class Fleet:
         # A GPU that has failed for good explains deaths, too, and is no reason for haste.
         if loss is not Loss.DEVICE_FAILED:
             ends_row |= any(call.failure is failure for call in actions.calls)
-        was_failing, aborted = supervisor.retry_at(place) is not None, supervisor.aborted
+        aborted = supervisor.aborted
         fate = supervisor.lost(slot, loss, now, was_busy=was_busy, ends_row=ends_row)
         if supervisor.aborted != aborted:
             self.roll_failure = failure
             if loss is Loss.NO_MEMORY and fate is Fate.ABORTED:
                 advice = f"{failure.message}; {_STOP_FIRST}"
                 self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
-        is_news = fate is not Fate.EXPECTED or was_busy
-        if fate is Fate.FAILED:
-            is_news = not was_failing
-            pause = (supervisor.retry_at(place) or 0.0) - now
-            self._note_failed(failure, pause, is_news=is_news)
+        is_news = fate not in (Fate.EXPECTED, Fate.FAILED_AGAIN) or was_busy
+        if fate in (Fate.FAILED, Fate.FAILED_AGAIN):
+            self._note_failed(failure, supervisor.retry_at(place) - now, is_news=is_news)
             self.failure = failure
         elif is_news:
             more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""

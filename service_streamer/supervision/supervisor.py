@@ -86,6 +86,7 @@ class Fate(enum.Enum):
     OLD_FIRST = "tried again when the old worker has ended: there is no memory for both"
     ABORTED = "gone, and the old worker stays"
     FAILED = "tried again, but seldom"
+    FAILED_AGAIN = "tried again, but ever more seldom"
 
 
 def backoff(tries: int, first: float, longest: float, jitter: float) -> float:
@@ -108,7 +109,7 @@ class WorkerActions(NamedTuple):
     start: list[tuple[int, int]]  # with the place of each
     retire: list[int]  # take no more batches
     stop: list[int]  # end: they hold nothing
-    kill: list[int]  # they take too long to be ready
+    kill: list[tuple[int, float]]  # they took longer to be ready than so many seconds
     keep: list[int]  # were retiring, and take batches again
 
 
@@ -355,11 +356,12 @@ class Supervisor:
         if not place.has_failed and (was_busy or place.idle_losses <= budget):
             self._restart(worker.place, now)
             return Fate.RESTARTED
+        fate = Fate.FAILED_AGAIN if place.has_failed else Fate.FAILED
         place.has_failed = True
         place.restart_at = now + backoff(tries, RETRY, MAX_RETRY, self.jitter())
         if self.tries_once and not self.was_served:
             place.restart_at = math.inf
-        return Fate.FAILED
+        return fate
 
     def _restart(self, number: int, now: float) -> None:
         place = self._places[number]
@@ -453,7 +455,7 @@ class Supervisor:
             worker.ready_by = now + worker.bound / 2
         elif worker.ready_by <= now:
             worker.is_condemned, worker.ready_by = True, math.inf
-            orders.kill.append(worker.slot)
+            orders.kill.append((worker.slot, worker.bound))
         self.due = min(self.due, worker.ready_by)
 
     def _is_missed(self, worker: _Worker) -> bool:
@@ -512,17 +514,8 @@ class Supervisor:
         """The place of a worker that there is: what messages call its number."""
         return self._workers[slot].place
 
-    def start_bound(self, slot: int) -> float:
-        """How long the worker was allowed to take to be ready, seconds."""
-        return self._workers[slot].bound
-
-    def retry_at(self, place: int) -> float | None:
-        """When a failed place is tried again; None if it has not failed, or is not wanted.
-
-        Infinity if it waits for a worker of another place: see ``tries_once``.
-        """
-        if place >= len(self._places) or not self._places[place].has_failed:
-            return None
+    def retry_at(self, place: int) -> float:
+        """When a failed place is tried again; infinity if after another one: see ``tries_once``."""
         return self._places[place].restart_at
 
     @property
@@ -565,8 +558,9 @@ class Supervisor:
         """Each worker as (place, slot, state), and each place without one, whose slot is None."""
         for slot, worker in self._workers.items():
             state = worker.state
-            if state is WorkerState.STARTING and self.retry_at(worker.place) is not None:
-                state = WorkerState.FAILED
+            if state is WorkerState.STARTING and self._is_wanted(worker):
+                if self._places[worker.place].has_failed:
+                    state = WorkerState.FAILED
             yield worker.place, slot, state
         for number, place in self._unserved():
             yield number, None, WorkerState.FAILED if place.has_failed else WorkerState.BACKING_OFF
