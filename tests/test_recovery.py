@@ -147,8 +147,13 @@ def test_nobody_is_ended_since_this_process_was_held_up() -> None:
     supervisor = Supervisor(1, 10.0)
     supervisor.orders(0.0)
     assert supervisor.orders(16.0).kill == []
-    assert supervisor.due == 21.0
-    assert supervisor.orders(21.0).kill == [(0, 10.0)]
+    supervisor.ready(0, 16.0)
+    supervisor.renew()
+    supervisor.orders(16.0)
+    assert supervisor.due == 26.0
+    assert supervisor.orders(32.0).kill == []
+    assert supervisor.due == 37.0
+    assert supervisor.orders(37.0).kill == [(1, 10.0)]
 
 
 # -- the engine

@@ -231,8 +231,7 @@ class Supervisor:
         workers = self._workers.values()
         served = {worker.place for worker in workers if self._is_settled(worker)}
         return (
-            not self._is_short
-            and bool(self._in(WorkerState.READY))
+            bool(self._in(WorkerState.READY))
             and served >= set(range(len(self._places)))
             and all(worker.generation >= generation or worker.is_waiting for worker in workers)
         )
@@ -322,10 +321,7 @@ class Supervisor:
             was_busy: whether it held a batch, which may have been the cause.
             ends_row: whether it has computed a batch, or it is known that the batch was the cause.
         """
-        worker = self._workers[slot]
-        is_wanted = self._is_wanted(worker)
-        is_awaited = is_wanted and self._is_awaited(worker.place)
-        del self._workers[slot]
+        worker = self._workers.pop(slot)
         self.due = -math.inf
         if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
             return Fate.EXPECTED
@@ -339,14 +335,14 @@ class Supervisor:
                 return Fate.ABORTED
             self._overlap = False
             return Fate.OLD_FIRST
-        if not is_wanted:
+        if not self._is_wanted(worker):
             return Fate.GONE
         place = self._places[worker.place]
         is_first = worker.ready_at < math.inf and not place.was_served  # of those that were ready
         if ends_row or is_first or now - worker.ready_at >= WINDOW:
             place.forgive()
         place.was_served |= is_first
-        if is_awaited:
+        if place.awaited_at is not None and not self._is_settled(worker):
             self._abort()
         budget = 0 if loss is Loss.NEVER_AGAIN else self.max_restarts
         if not place.was_served:  # a start that has failed would say the same again
@@ -389,27 +385,17 @@ class Supervisor:
             worker.generation = self._generation
 
     def _is_settled(self, worker: _Worker) -> bool:
-        """Whether it is ready, or waits for a place that may never come, and not for another's."""
+        """Whether it is ready, or waits on a cluster, perhaps without end.
+
+        One that waits is awaited after all if the old worker was ended for it. Then it has that
+        one's room, but for another one that has become ready since.
+        """
         if worker.state is WorkerState.READY:
             return True
-        return worker.is_waiting and not self._beside(worker)
-
-    @property
-    def _is_short(self) -> bool:
-        """Whether a worker was ended for a new one, which is not ready yet."""
-        return any(map(self._is_awaited, range(len(self._places))))
-
-    def _is_awaited(self, number: int) -> bool:
-        """Whether the worker of this place was ended for a new one, which loads.
-
-        On a cluster another place's may have got the room that the old one has left. If one has
-        become ready since, the new one is not awaited while it waits: that may be without end.
-        """
-        awaited_at = self._places[number].awaited_at
-        if awaited_at is None:
-            return False
-        waiting = [worker.place for worker in self._workers.values() if worker.is_waiting]
-        return awaited_at == self._readied or number not in waiting
+        is_awaited = (
+            self._is_wanted(worker) and self._places[worker.place].awaited_at == self._readied
+        )
+        return worker.is_waiting and not is_awaited and not self._beside(worker)
 
     # -- the difference
 
@@ -440,7 +426,7 @@ class Supervisor:
         for worker in unwanted[: max(0, len(ready) - self.wanted)]:
             self._retire(worker, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
-        if not self._is_short and all(map(self._is_settled, self._workers.values())):
+        if all(map(self._is_settled, self._workers.values())):
             self._renew_next(orders, now)
         return orders
 
@@ -488,6 +474,7 @@ class Supervisor:
             bound = learned if self.was_served else _FIRST_START_TIMEOUT
         worker = _Worker(slot, place, self._generation, now, math.inf if bound is None else bound)
         self._workers[slot] = worker
+        self.due = min(self.due, worker.ready_by)
         orders.start.append((slot, place))
 
     def _retire(self, worker: _Worker, orders: WorkerActions) -> None:
@@ -546,8 +533,7 @@ class Supervisor:
     @property
     def is_broken(self) -> bool:
         """Whether no worker is left, and every place has failed."""
-        left = self._in(WorkerState.READY, WorkerState.RETIRING)
-        return not left and all(place.has_failed for place in self._places)
+        return self.failed == self.wanted and not self._in(WorkerState.READY, WorkerState.RETIRING)
 
     @property
     def was_served(self) -> bool:
@@ -556,11 +542,9 @@ class Supervisor:
 
     def workers(self) -> Iterator[tuple[int, int | None, WorkerState]]:
         """Each worker as (place, slot, state), and each place without one, whose slot is None."""
+        failed = [number for number, place in enumerate(self._places) if place.has_failed]
         for slot, worker in self._workers.items():
-            state = worker.state
-            if state is WorkerState.STARTING and self._is_wanted(worker):
-                if self._places[worker.place].has_failed:
-                    state = WorkerState.FAILED
-            yield worker.place, slot, state
+            is_retry = worker.state is WorkerState.STARTING and worker.place in failed
+            yield worker.place, slot, WorkerState.FAILED if is_retry else worker.state
         for number, place in self._unserved():
             yield number, None, WorkerState.FAILED if place.has_failed else WorkerState.BACKING_OFF
