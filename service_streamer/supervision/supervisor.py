@@ -122,7 +122,7 @@ class _Worker:
         self.ready_by = now + bound
         self.generation = generation
         self.state = WorkerState.STARTING
-        self.is_condemned = False  # it is ended for what it does
+        self.is_condemned = False  # it ends in any case, and not only while fewer are wanted
         self.is_waiting = False  # for a place on a cluster
         self.ready_at = math.inf
 
@@ -416,7 +416,8 @@ class Supervisor:
                 worker.state = WorkerState.READY
                 orders.keep.append(worker.slot)
             elif worker.state is WorkerState.READY:
-                if worker.is_condemned or self._has_successor(worker):
+                worker.is_condemned |= self._has_successor(worker)
+                if worker.is_condemned:
                     self._retire(worker, orders)
             elif worker.state is WorkerState.STARTING:
                 self._hurry(worker, orders, now)
@@ -449,7 +450,6 @@ class Supervisor:
         return (
             worker.state is WorkerState.RETIRING
             and not worker.is_condemned
-            and worker.generation == self._generation
             and self._is_wanted(worker)
             and not self._is_winding_down
             and all(w.state is WorkerState.STOPPING for w in self._beside(worker))
@@ -465,6 +465,7 @@ class Supervisor:
             self._start(worker.place, orders, now)
         else:
             self._places[worker.place].awaited_at = self._readied
+            worker.is_condemned = True
             self._retire(worker, orders)
 
     def _start(self, place: int, orders: WorkerActions, now: float) -> None:
