@@ -261,23 +261,22 @@ class Fleet:
             self.state = EngineState.RUNNING
 
     def _ceiling_changed(self, slot: int, ceiling: float) -> None:
-        before = self.ceilings.get(slot, 0)
+        before, place = self.ceilings.pop(slot, 0), self.supervisor.place(slot)
+        if ceiling:
+            self.ceilings[slot] = ceiling
         if ceiling == before:
             return
-        place = self.supervisor.place(slot)
+        most = f"a cost (items times the longest) of {ceiling:g}"
+        if isinstance(ceiling, int):
+            most = counted(ceiling, "item")
         if not ceiling:
-            del self.ceilings[slot]
             self._note(_INFO, "worker %d computes batches of any size again", place)
-            return
-        self.ceilings[slot] = ceiling
-        is_lower = not before or ceiling < before
-        self._note(
-            _WARNING if is_lower else _INFO,
-            "worker %d %s: it computes at most %s at once",
-            place, "ran out of device memory" if is_lower else "has more device memory",
-            counted(ceiling, "item") if isinstance(ceiling, int)
-            else f"a cost (items times the longest) of {ceiling:g}",
-        )  # fmt: skip
+        elif 0 < before < ceiling:
+            text = "worker %d has more device memory: it computes at most %s at once"
+            self._note(_INFO, text, place, most)
+        else:
+            text = "worker %d ran out of device memory: it computes at most %s at once"
+            self._note(_WARNING, text, place, most)
 
     def _note(self, level: int, text: str, *arguments: object) -> None:
         self.notes.append((level, text, arguments))
@@ -306,18 +305,16 @@ class Fleet:
 
         That is as seldom as the tries are, so that the last lines of the log say what is wrong.
         """
+        text = f"; it is tried again in {pause:.1f} s"
         if pause == math.inf:  # the first failure of a place is news
-            text = "%s; it is tried again when another worker is ready"
-            if not self.supervisor.is_starting:  # there will be none, and the owner ends
-                text = "%s"
-            self._note(_ERROR, text, failure.message)
-        elif not is_news:
-            text = "%s; it is tried again in %.1f s"
-            self._note(_WARNING, text, failure.message, pause)
-        elif self.failure is None or failure.message != self.failure.message:
-            # Often all workers fail for the one same reason.
-            text = "%s; it is tried again in %.1f s, and then at least once a minute"
-            self._note(_ERROR, text, failure.message, pause)
+            text = ""
+            if self.supervisor.is_starting:  # else there will be none, and the owner ends
+                text = "; it is tried again when another worker is ready"
+        elif is_news:
+            if self.failure is not None and failure.message == self.failure.message:
+                return  # often all workers fail for the one same reason
+            text += ", and then at least once a minute"
+        self._note(_ERROR if is_news else _WARNING, "%s%s", failure.message, text)
 
     def _states(self) -> Iterator[tuple[int, str]]:
         """Place and state of each worker, and of each place that waits for one or has failed."""
@@ -346,12 +343,9 @@ class Fleet:
         scaling = self.scaling
         scaled: dict[str, Any] = {}
         if not scaling.is_fixed:
-            scaled = {
-                "wanted": scaling.wanted,
-                "worker_range": (scaling.least, scaling.most),
-                "target_wait": scaling.target,
-                "wait": scaling.wait_of(batcher.scheduler.load(0, 0.0)),
-            }
+            wait = scaling.wait_of(batcher.scheduler.load(0, 0.0))
+            scaled = {"wanted": scaling.wanted, "target_wait": scaling.target, "wait": wait}
+            scaled["worker_range"] = scaling.least, scaling.most
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
@@ -374,14 +368,13 @@ class Fleet:
 
     def _trouble(self, now: float) -> str | None:
         """Why no worker gives answers at present; None while one does."""
-        health = self.batcher.health
+        health, seconds = self.batcher.health, self.batcher.slots.stuck(now)
         if health.is_failing(now):
             last = f"; the last error was {self._last_error}" if self._last_error else ""
             return f"the last {health.row} batches failed, and none was computed since{last}"
-        seconds = self.batcher.slots.stuck(now)
-        if seconds is not None:
-            return f"every worker has been at one batch for {seconds:.0f} s or longer"
-        return None
+        if seconds is None:
+            return None
+        return f"every worker has been at one batch for {seconds:.0f} s or longer"
 
 
 def _sizes_of(sizes: object) -> tuple[int, ...]:
