@@ -16,16 +16,15 @@
                 again for ever, but seldom; ready ends that
 
 A *place* is one of the wanted number of workers; it decides about the device. A *slot* is the name
-of one worker, never used again. The budget: a place whose workers are lost more than
-``max_restarts`` times in a row, while they start or have nothing to do, has failed. Computing a
-batch, or living for ``WINDOW`` seconds, ends the row. What a worker dies of while it computes does
-not count: else some bad requests would end the service for everybody.
+of one worker, never used again. A place has failed when its workers were lost more than
+``max_restarts`` times in a row, while they started or had nothing to do. Computing a batch, or
+living for ``WINDOW`` seconds, ends the row. Losses of workers that compute do not count: else some
+bad requests would end the service for everybody.
 
-A renewal replaces every worker by a new one, one at a time. With overlap the new one is ready
-before the old one ends, which takes memory for both; without it the old one ends first. A renewal
-that comes while another one is under way joins it, with whichever overlap takes less memory. A
-worker that still waits for a place on a cluster is not waited for. If it has said so before the
-renewal it is replaced when it is ready: it may have begun to load before that, unheard.
+A renewal replaces the workers one at a time. With overlap the new one is ready before the old one
+ends, which takes memory for both. A renewal that comes while another one is under way joins it,
+with whichever overlap takes less memory. It does not wait for a worker that waits for a place on a
+cluster. That one is replaced when it is ready, as it may have begun to load before, unheard.
 """
 
 from __future__ import annotations
@@ -151,20 +150,9 @@ class Supervisor:
     Args:
         start_timeout: how long a worker may take to be ready, seconds; "auto" is learned, None sets
             no bound.
-
-    Attributes:
-        max_restarts: of one place in a row, after deaths that no batch had a part in.
-        jitter: random numbers from 0 to 1.
-        due: when to call ``orders``; minus infinity when something has changed.
-        restarts_at: of lost workers, so far, by place.
-        restarted_at: when workers were lost that were started again, the last ones.
-        aborted: the last generation whose replacement could not be started.
-        start_duration: what the last worker that is ready took to be so, seconds.
-        tries_once: whether places that have failed wait until a worker of another place is ready.
-            For an owner that ends if none is: an unsuitable model would only be loaded again.
     """
 
-    max_restarts = 10
+    max_restarts = 10  # of one place in a row, after deaths that no batch had a part in
 
     def __init__(self, worker_num: int, start_timeout: Timeout = None) -> None:
         self._start_timeout = start_timeout
@@ -174,11 +162,15 @@ class Supervisor:
         self._slots = itertools.count()
         self._generation = 0
         self._overlap: Overlap = "auto"  # of the renewals under way
+        #: When to call ``orders``; minus infinity when something has changed.
         self.due = -math.inf
-        self.restarts_at: collections.Counter[int] = collections.Counter()
+        self.restarts_at: collections.Counter[int] = collections.Counter()  # in total, by place
+        #: When workers were lost that were started again, the last ones.
         self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
-        self.aborted = -1
-        self.start_duration = 0.0
+        self.aborted = -1  # the last generation whose replacement could not be started
+        self.start_duration = 0.0  # what the last worker that is ready took to be so, seconds
+        #: Whether failed places wait until a worker of another place is ready. For an owner that
+        #: ends if none is: an unsuitable model would only be loaded again.
         self.tries_once = False
         self._is_winding_down = False
         self._longest_start = 0.0  # seconds that loading has taken
@@ -281,9 +273,6 @@ class Supervisor:
 
         It ends first: a device may not have the memory for two. Its successor waits as after a
         death, so that a place whose workers all end like that does not load one after the other.
-
-        Args:
-            ends_row: whether it has computed a batch.
         """
         worker = self._workers.get(slot)
         if worker is None or worker.is_condemned:
@@ -307,13 +296,7 @@ class Supervisor:
         return True
 
     def lost(
-        self,
-        slot: int,
-        loss: Loss,
-        now: float,
-        *,
-        was_busy: bool = False,
-        ends_row: bool = False,
+        self, slot: int, loss: Loss, now: float, *, was_busy: bool = False, ends_row: bool = False
     ) -> Fate:
         """The worker is gone; returns what follows.
 
@@ -387,8 +370,8 @@ class Supervisor:
     def _is_settled(self, worker: _Worker) -> bool:
         """Whether it is ready, or waits on a cluster, perhaps without end.
 
-        One that waits is awaited after all if the old worker was ended for it. Then it has that
-        one's room, but for another one that has become ready since.
+        If the old worker was ended for it, it may have that one's room, unless another one has
+        become ready since.
         """
         if worker.state is WorkerState.READY:
             return True
