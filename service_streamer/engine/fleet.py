@@ -59,10 +59,7 @@ class EngineState(enum.Enum):
 class Fleet:
     """The workers of an engine or a simulation, and their calls. Not thread-safe.
 
-    Args:
-        least: how many workers there are at first, and at least.
-        most: how many the load may need.
-        start_timeout: see ``Supervisor``.
+    There are at least, and at first, ``least`` workers, and ``most`` if the load needs them.
     """
 
     def __init__(
@@ -381,5 +378,4 @@ def _sizes_of(sizes: object) -> tuple[int, ...]:
     """The sizes that a model's description names; none if they are not ascending whole numbers."""
     if not isinstance(sizes, (list, tuple)) or any(type(each) is not int for each in sizes):
         return ()
-    is_ascending = all(left < right for left, right in zip((0, *sizes), sizes, strict=False))
-    return tuple(sizes) if is_ascending else ()
+    return tuple(sizes) if [0, *sizes] == sorted({0, *sizes}) else ()

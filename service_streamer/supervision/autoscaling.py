@@ -27,8 +27,8 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-#: The share of the time that workers should compute. The rest is for what comes unevenly. Chosen by
-#: reasoning: at 0.7 a queue of independent calls is short, and one more worker is not far.
+#: The share of the time that workers should compute. The rest is for what comes unevenly.
+#: Chosen by reasoning: at 0.7 a queue of independent calls is short.
 UTILIZATION = 0.7
 
 #: By so much the load has to be below what fewer workers can do.
@@ -99,18 +99,11 @@ class Autoscaling:
     """Decides on a number of workers. Not thread-safe.
 
     Tell it the load with ``decide`` whenever ``is_due`` says so.
-
-    Attributes:
-        is_fixed: whether the bounds are equal, so that there is nothing to decide.
-        is_watching: whether ``due`` says when to look at what waits or is refused; else that is
-            when something waits.
-        due: when to call ``decide`` at the latest; infinity while the load is nothing to look at.
-        wait: how long a new item would have waited with the last decision, seconds.
-        target: how long an item may wait for a worker, seconds, by the last decision; 0 before it.
-        share: what workers compute, measured while items wait, as a share of ``Load.speed``.
     """
 
     def __init__(self, least: int, most: int) -> None:
+        #: By the last decision: how long an item may wait for a worker, and how long a new one
+        #: would have waited, seconds.
         self.target = self.wait = 0.0
         self.wanted = least
         self._grown_at = -math.inf
@@ -124,11 +117,13 @@ class Autoscaling:
             self._grown_at = now
         self._shrunk_at = -math.inf
         self._factor = 1.0  # of the delay
-        self.share = 1.0
+        self.share = 1.0  # of ``Load.speed`` that workers compute, measured while items wait
         self.least, self.most = least, most
         self.wanted = max(least, min(most, self.wanted))
-        # Else there is nothing to do before items wait.
+        #: When to call ``decide`` at the latest; infinity while there is nothing to look at.
         self.due = -math.inf if least < self.wanted else math.inf
+        #: Whether there is nothing to decide, and whether ``due`` says when to look at what waits
+        #: or is refused; else that is when something waits.
         self.is_fixed = self.is_watching = least == most
         #: While items wait longer than the target: when, the load then, and how long workers have
         #: computed, seconds in total.
