@@ -232,7 +232,7 @@ class Simulation(ABC):
         self._fleet = Fleet(batcher, least, most)
         self._start_duration = start_duration
         #: When it is, a number that keeps the rest from being compared, and what happens.
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._events: list[tuple[float, int, functools.partial[None]]] = []
         self._numbers = itertools.count()
         self._look_after_workers(-start_duration)
 
