@@ -332,7 +332,7 @@ def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
             assert not walk.do("condemn", 1, walk.now)
         case "winding down":
             walk.do("want", 1)
-            walk.do("wind_down")
+            walk.supervisor.is_winding_down = True
         case "succeeded":
             walk.do("renew")
             walk.ready(2)

@@ -250,7 +250,7 @@ class Fleet:
         """Accept nothing any more; have workers for what is left only."""
         self.state = EngineState.DRAINING
         self.refusal = refusal
-        self.supervisor.wind_down()
+        self.supervisor.is_winding_down = True
         self.scaling.due = math.inf
 
     def _workers_changed(self) -> None:

@@ -172,7 +172,8 @@ class Supervisor:
         #: Whether failed places wait until a worker of another place is ready. For an owner that
         #: ends if none is: an unsuitable model would only be loaded again.
         self.tries_once = False
-        self._is_winding_down = False
+        #: The end is near: no more than one worker is started, for what is still to be computed.
+        self.is_winding_down = False
         self._longest_start = 0.0  # seconds that loading has taken
         self._readied = 0  # how often a worker has become ready
 
@@ -209,10 +210,6 @@ class Supervisor:
             if place.has_failed:
                 place.forgive()
                 place.restart_at, place.has_failed = -math.inf, False
-
-    def wind_down(self) -> None:
-        """The end is near: want no more workers than one, for what is still to be computed."""
-        self._is_winding_down = True
 
     def is_renewed(self, generation: int) -> bool:
         """Whether every worker is of this generation or a later one, and ready.
@@ -257,9 +254,6 @@ class Supervisor:
         self._readied += 1
         self.start_duration = now - worker.started_at
         self._longest_start = max(self._longest_start, self.start_duration)
-        for other in self._places:  # of ``tries_once``
-            if other.restart_at == math.inf:
-                other.restart_at = now + RETRY
         if self._is_wanted(worker):
             place = self._places[worker.place]
             if place.has_failed:
@@ -338,8 +332,6 @@ class Supervisor:
         fate = Fate.FAILED_AGAIN if place.has_failed else Fate.FAILED
         place.has_failed = True
         place.restart_at = now + backoff(tries, RETRY, MAX_RETRY, self.jitter())
-        if self.tries_once and not self.was_served:
-            place.restart_at = math.inf
         return fate
 
     def _restart(self, number: int, now: float) -> None:
@@ -387,12 +379,13 @@ class Supervisor:
         orders = WorkerActions([], [], [], [], [])
         self.due = math.inf
         for number, place in self._unserved():
-            if self._is_winding_down and self._in(WorkerState.STARTING, WorkerState.READY):
+            if self.is_winding_down and self._in(WorkerState.STARTING, WorkerState.READY):
                 break  # there is a worker for what is still to be computed, or will be
-            if place.restart_at <= now:
+            restart_at = self.retry_at(number) if place.has_failed else place.restart_at
+            if restart_at <= now:
                 self._start(number, orders, now)
             else:
-                self.due = min(self.due, place.restart_at)
+                self.due = min(self.due, restart_at)
         for worker in self._workers.values():
             if self._is_missed(worker):
                 # Its stream may take hours more, and there may be no room for another one beside.
@@ -434,14 +427,14 @@ class Supervisor:
             worker.state is WorkerState.RETIRING
             and not worker.is_condemned
             and self._is_wanted(worker)
-            and not self._is_winding_down
+            and not self.is_winding_down
             and all(w.state is WorkerState.STOPPING for w in self._beside(worker))
         )
 
     def _renew_next(self, orders: WorkerActions, now: float) -> None:
         """Replace one of the old workers, if there are any, and time for it."""
         old = list(filter(self._is_old, self._in(WorkerState.READY)))
-        if not old or self._is_winding_down:
+        if not old or self.is_winding_down:
             return
         worker = min(old, key=lambda worker: worker.place)
         if self._overlap:
@@ -487,7 +480,8 @@ class Supervisor:
 
     def retry_at(self, place: int) -> float:
         """When a failed place is tried again; infinity if after another one: see ``tries_once``."""
-        return self._places[place].restart_at
+        is_held = self.tries_once and not self.was_served
+        return math.inf if is_held else self._places[place].restart_at
 
     @property
     def is_loading(self) -> bool:
