@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from service_streamer.supervision.supervisor import (
-    Fate,
-    Loss,
-    Supervisor,
-    backoff,
-)
+from service_streamer.supervision.supervisor import Fate, Loss, Supervisor, backoff
 
 
 class Walk:

@@ -38,6 +38,11 @@ FleetEvent = BatchReport | WorkerReady | WorkerWaits | WorkerDied
 #: Levels of the notes, as those of ``logging``.
 _INFO, _WARNING, _ERROR = 20, 30, 40
 
+_REPLACED = (
+    "worker %d is replaced: it failed batch after batch, and most of the others computed theirs; "
+    "its last error was %s"
+)
+
 _STOP_FIRST = (
     "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
     "other worker, calls wait meanwhile"
@@ -187,10 +192,12 @@ class Fleet:
         Args:
             rest: what the batcher wanted done, but for its batches and calls.
         """
-        supervisor = self.supervisor
+        supervisor, slots = self.supervisor, self.batcher.slots
         more: list[Actions] = []
         for slot in [slot for actions in rest for slot in actions.condemned]:
-            self._condemn(slot, now)
+            ends_row = slot in slots and slots[slot].has_computed
+            if supervisor.condemn(slot, now, ends_row=ends_row):
+                self._note(_WARNING, _REPLACED, supervisor.place(slot), self._last_error)
         orders = supervisor.orders(now)
         for slot in orders.keep:
             self._note(
@@ -200,7 +207,7 @@ class Fleet:
         for slot in orders.retire:
             more.append(self.batcher.worker_retiring(slot, now))  # others go on in its place
         self._workers_changed()
-        orders.stop.extend(filter(supervisor.vacant, self.batcher.slots.vacant()))
+        orders.stop.extend(filter(supervisor.vacant, slots.vacant()))
         return orders, more
 
     def scale_by_load(self, now: float) -> None:
@@ -227,18 +234,6 @@ class Fleet:
         """Have as many workers, within these bounds, as the load needs."""
         self.scaling.set_bounds(least, most, now)
         self.supervisor.scale(self.scaling.wanted)
-
-    def _condemn(self, slot: int, now: float) -> None:
-        """Have a worker replaced that fails everything while others do not."""
-        slots = self.batcher.slots
-        has_computed = slot in slots and slots[slot].has_computed
-        if self.supervisor.condemn(slot, now, ends_row=has_computed):
-            self._note(
-                _WARNING,
-                "worker %d is replaced: it failed batch after batch, and most of the others "
-                "computed theirs; its last error was %s",
-                self.supervisor.place(slot), self._last_error,
-            )  # fmt: skip
 
     def revive(self) -> None:
         """A worker is ready, or the supervisor tries again at once."""

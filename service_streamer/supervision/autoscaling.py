@@ -136,9 +136,7 @@ class Autoscaling:
 
     def is_due(self, waiting: int, now: float) -> bool:
         """Whether to call ``decide``: its time has come, or items begin to wait."""
-        if self.due <= now:
-            return True
-        return bool(waiting) and not self.is_watching
+        return self.due <= now or (waiting > 0 and not self.is_watching)
 
     def decide(self, load: Load, now: float) -> int:
         """How many workers there should be now; sets ``due``."""

@@ -392,11 +392,12 @@ class Supervisor:
                 worker.state = WorkerState.READY
                 orders.keep.append(worker.slot)
             elif worker.state is WorkerState.READY:
-                worker.is_condemned |= self._has_successor(worker)
+                successors = [w for w in self._beside(worker) if w.generation > worker.generation]
+                worker.is_condemned |= any(w.state is WorkerState.READY for w in successors)
                 if worker.is_condemned:
                     self._retire(worker, orders)
             elif worker.state is WorkerState.STARTING:
-                self._hurry(worker, orders, now)
+                self._check_start(worker, orders, now)
         # Never fewer than are wanted, if others can stand in for them.
         ready = self._in(WorkerState.READY)
         unwanted = [worker for worker in ready if not self._is_wanted(worker)]
@@ -407,7 +408,7 @@ class Supervisor:
             self._renew_next(orders, now)
         return orders
 
-    def _hurry(self, worker: _Worker, orders: WorkerActions, now: float) -> None:
+    def _check_start(self, worker: _Worker, orders: WorkerActions, now: float) -> None:
         """End a worker that loads, if it is unwanted or takes too long."""
         if not self._is_wanted(worker):
             worker.state, worker.is_waiting = WorkerState.STOPPING, False
@@ -461,12 +462,6 @@ class Supervisor:
     def _is_old(self, worker: _Worker) -> bool:
         """Whether a renewal is to replace it."""
         return worker.generation < self._generation and self._is_wanted(worker)
-
-    def _has_successor(self, worker: _Worker) -> bool:
-        return any(
-            other.state is WorkerState.READY and other.generation > worker.generation
-            for other in self._beside(worker)
-        )
 
     # -- how it stands
 
