@@ -23,6 +23,7 @@ been ended, the next time is longer.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from typing import NamedTuple
@@ -125,9 +126,8 @@ class Autoscaling:
         #: Whether there is nothing to decide, and whether ``due`` says when to look at what waits
         #: or is refused; else that is when something waits.
         self.is_fixed = self.is_watching = least == most
-        #: While items wait longer than the target: when, the load then, and how long workers have
-        #: computed, seconds in total.
-        self._points: deque[tuple[float, Load, float]] = deque()
+        #: While items wait longer than the target: when, and the load then.
+        self._points: deque[tuple[float, Load]] = deque()
         self._look_for_fewer_anew()
 
     def _look_for_fewer_anew(self) -> None:
@@ -174,18 +174,15 @@ class Autoscaling:
         self, load: Load, speed: float, patience: float, now: float, is_refusing: bool
     ) -> None:
         points = self._points
-        worked = 0.0
-        if points:
-            looked_at, before, worked = points[-1]
-            worked += before.ready * (now - looked_at)
-        points.append((now, load, worked))
+        points.append((now, load))
         while len(points) > 2 and points[1][0] <= now - 2 * patience:
             points.popleft()
-        began_at, first, worked_before = points[0]
-        took, worked = now - began_at, worked - worked_before
+        began_at, first = points[0]
+        took, served = now - began_at, load.served - first.served
         if took < patience:
             return
-        served = load.served - first.served
+        spans = itertools.pairwise(points)
+        worked = sum(before.ready * (then - at) for (at, before), (then, _) in spans)  # seconds
         if load.batches - first.batches >= ENOUGH_BATCHES * load.ready:
             # No worker was idle, so what they computed is what they can.
             speed = served / worked or speed
