@@ -140,13 +140,13 @@ class Fleet:
         supervisor, slots, retries = self.supervisor, self.batcher.slots, self.batcher.retries
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        actions, retried, was_busy, ends_row = NOTHING, retries.retried_items, False, False
-        if slot in slots:
-            was_busy, ends_row = bool(slots[slot].batches), slots[slot].has_computed
-            actions = self.batcher.worker_lost(
-                slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
-            )
-        retried = retries.retried_items - retried
+        was_busy = slot in slots and len(slots[slot].batches) > 0
+        ends_row = slot in slots and slots[slot].has_computed
+        retried_before = retries.retried_items
+        actions = self.batcher.worker_lost(
+            slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
+        )
+        retried = retries.retried_items - retried_before
         # A GPU that has failed for good explains deaths, too, and is no reason for haste.
         if loss is not Loss.DEVICE_FAILED:
             ends_row |= any(call.failure is failure for call in actions.calls)

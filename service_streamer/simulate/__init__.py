@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..batching.batch_scheduler import BatchScheduler
 from ..batching.batcher import Actions, Batcher, build_batcher
@@ -291,11 +291,6 @@ class Simulation(ABC):
         fleet.notes.clear()
 
 
-#: What is noted down of a batch, in seconds since the start: when it was cut, and its worker began
-#: and was done; its size, and why it was cut. Its record takes three times the memory.
-_Batch: TypeAlias = tuple[float, float, float, int, Reason]
-
-
 class _Run(Simulation):
     """One simulation of a load, and what is noted down of it."""
 
@@ -324,7 +319,9 @@ class _Run(Simulation):
         self._ends_at = math.inf  # of the load
         self._pending = 0  # items, when the load ended
         self._calls: list[tuple[float, float]] = []  # those answered: arrival, and latency
-        self._batches: list[_Batch] = []
+        #: When each batch was cut, and its worker began and was done, in seconds since the start;
+        #: its size, and why it was cut. Its record takes three times the memory.
+        self._batches: list[tuple[float, float, float, int, Reason]] = []
 
     def begin(self, load: ClosedLoop | OpenLoad | None, now: float) -> None:
         """The next phase; None for the end of all."""
