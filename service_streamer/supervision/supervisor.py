@@ -343,10 +343,10 @@ class Supervisor:
         self.restarts_at[number] += 1
         self.restarted_at.append(now)
 
-    def _unserved(self) -> list[tuple[int, _Place]]:
-        """The places without a worker."""
-        served = {worker.place for worker in self._workers.values()}
-        return [each for each in enumerate(self._places) if each[0] not in served]
+    def _without(self, *states: WorkerState) -> dict[int, _Place]:
+        """The places without a worker in one of these states, by number."""
+        served = {worker.place for worker in self._in(*states)}
+        return {each: place for each, place in enumerate(self._places) if each not in served}
 
     def _in(self, *states: WorkerState) -> list[_Worker]:
         return [worker for worker in self._workers.values() if worker.state in states]
@@ -378,14 +378,13 @@ class Supervisor:
         """What to do now; sets ``due``."""
         orders = WorkerActions([], [], [], [], [])
         self.due = math.inf
-        for number, place in self._unserved():
+        for number in self._without(*WorkerState):
             if self.is_winding_down and self._in(WorkerState.STARTING, WorkerState.READY):
                 break  # there is a worker for what is still to be computed, or will be
-            restart_at = self.retry_at(number) if place.has_failed else place.restart_at
-            if restart_at <= now:
+            if self.retry_at(number) <= now:
                 self._start(number, orders, now)
             else:
-                self.due = min(self.due, restart_at)
+                self.due = min(self.due, self.retry_at(number))
         for worker in self._workers.values():
             if self._is_missed(worker):
                 # Its stream may take hours more, and there may be no room for another one beside.
@@ -474,8 +473,8 @@ class Supervisor:
         return self._workers[slot].place
 
     def retry_at(self, place: int) -> float:
-        """When a failed place is tried again; infinity if after another one: see ``tries_once``."""
-        is_held = self.tries_once and not self.was_served
+        """When a place is tried again; infinity if it waits for another: see ``tries_once``."""
+        is_held = self.tries_once and not self.was_served and self._places[place].has_failed
         return math.inf if is_held else self._places[place].restart_at
 
     @property
@@ -486,17 +485,12 @@ class Supervisor:
     @property
     def is_ready(self) -> bool:
         """Whether every place is served by a worker that is ready."""
-        return not self._not_ready
+        return not self._without(WorkerState.READY)
 
     @property
     def is_starting(self) -> bool:
         """Whether a place is not served by a worker that is ready, but soon will be, or fail."""
-        return not all(place.has_failed for place in self._not_ready)
-
-    @property
-    def _not_ready(self) -> list[_Place]:
-        ready = {worker.place for worker in self._in(WorkerState.READY)}
-        return [place for number, place in enumerate(self._places) if number not in ready]
+        return not all(place.has_failed for place in self._without(WorkerState.READY).values())
 
     @property
     def failed(self) -> int:
@@ -519,5 +513,5 @@ class Supervisor:
         for slot, worker in self._workers.items():
             is_retry = worker.state is WorkerState.STARTING and worker.place in failed
             yield worker.place, slot, WorkerState.FAILED if is_retry else worker.state
-        for number, place in self._unserved():
+        for number, place in self._without(*WorkerState).items():
             yield number, None, WorkerState.FAILED if place.has_failed else WorkerState.BACKING_OFF
