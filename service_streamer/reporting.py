@@ -17,43 +17,24 @@ _REPEAT = 60.0
 _last_logged = ("", 0.0)  # its text, and when
 
 _WEB = (
-    "click",
-    "httptools",
-    "msgspec",
-    "prometheus-client",
-    "python-json-logger",
-    "python-multipart",
-    "starlette",
-    "uvloop",
+    "click httptools msgspec prometheus-client python-json-logger python-multipart starlette uvloop"
 )
 
 #: The packages of each extra in ``setup.cfg``. The package index has version 0.1.2 of 2019 under
 #: this project's name, which ``service_streamer[redis]`` would install. So messages name these.
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "cache": ("cachetools",),
-    "gpu": ("nvidia-ml-py",),
-    "grpc": ("grpcio", "grpcio-health-checking", "grpcio-reflection", "numpy", "protobuf"),
-    "notebook": ("cloudpickle",),
-    "opentelemetry": (
-        "opentelemetry-api",
-        "opentelemetry-exporter-otlp-proto-http",
-        "opentelemetry-instrumentation-asgi",
-        "opentelemetry-sdk",
-    ),
-    "oip": ("numpy",),
-    "plot": ("matplotlib",),
-    "ray": ("cloudpickle", "ray"),
-    "redis": ("hiredis", "msgpack", "redis"),
-    "serve": (
-        *_WEB,
-        "nvidia-ml-py",
-        "pillow",
-        "safetensors",
-        "tokenizers",
-        "torch",
-        "transformers",
-    ),
-    "structured": ("llguidance",),
+PACKAGES = {
+    "cache": "cachetools",
+    "gpu": "nvidia-ml-py",
+    "grpc": "grpcio grpcio-health-checking grpcio-reflection numpy protobuf",
+    "notebook": "cloudpickle",
+    "opentelemetry": "opentelemetry-api opentelemetry-exporter-otlp-proto-http "
+    "opentelemetry-instrumentation-asgi opentelemetry-sdk",
+    "oip": "numpy",
+    "plot": "matplotlib",
+    "ray": "cloudpickle ray",
+    "redis": "hiredis msgpack redis",
+    "serve": f"{_WEB} nvidia-ml-py pillow safetensors tokenizers torch transformers",
+    "structured": "llguidance",
     "web": _WEB,
 }
 
@@ -65,7 +46,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def missing(what: str, package: str | None, extra: str) -> str:
     """The message for a feature, such as an option, that needs a package of an extra."""
-    return f"{what} needs {package}: pip install {' '.join(PACKAGES[extra])}"
+    return f"{what} needs {package}: pip install {PACKAGES[extra]}"
 
 
 @contextlib.contextmanager

@@ -104,8 +104,7 @@ def _emit(tracer: trace.Tracer, record: BatchRecord) -> None:
         links=[trace.Link(caller.get_span_context()) for _, caller in traced],
         start_time=wall(record.cut_at),
     )
-    spans = [batch]
-    failures = [report.failure]
+    spans = [(batch, report.failure)]
     for call, caller in traced:
         span = tracer.start_span(
             f"{_NAME}.call",
@@ -114,15 +113,14 @@ def _emit(tracer: trace.Tracer, record: BatchRecord) -> None:
             links=[trace.Link(batch.get_span_context())],
             start_time=wall(call.arrived_at),
         )
-        spans.append(span)
-        failures.append(call.failure or report.failure)
+        spans.append((span, call.failure or report.failure))
         if call.is_over and call.failure is None and call.unanswered:
             span.set_attribute(f"{_NAME}.left", True)
         if call.is_over and call.part_at is not None:
             span.set_attribute(f"{_NAME}.outputs", call.parts)
             first_at = wall(call.arrived_at + call.first_output)
             span.add_event(f"{_NAME}.first_output", timestamp=first_at)
-    for span, failure in zip(spans, failures, strict=True):
+    for span, failure in spans:
         if failure is not None:
             span.set_status(trace.StatusCode.ERROR, failure.text)
         span.end(wall(record.back_at))

@@ -52,8 +52,6 @@ def test_with_an_owner_that_ends_a_failed_start_waits_for_another_worker(loss: L
     assert walk.supervisor.retry_at(0) == math.inf
     assert walk.told() == ["start 0 at 0", "start 1 at 1"]
     walk.ready(1)
-    walk.pass_time()
-    assert walk.now == 1e6 + 1
     assert walk.told() == ["start 2 at 0"]
     walk.lose(2, loss)
     walk.pass_time()
@@ -65,7 +63,7 @@ def test_with_an_owner_that_ends_a_failed_start_waits_for_another_worker(loss: L
 
 def test_at_the_end_nothing_is_started_while_a_worker_is_there() -> None:
     walk = Walk(3)
-    walk.supervisor.wind_down()
+    walk.supervisor.is_winding_down = True
     walk.lose(0)
     walk.lose(1)
     assert walk.told() == []
@@ -132,21 +130,28 @@ def test_the_time_to_load_is_learned() -> None:
     assert supervisor.due == 3600.0
     supervisor.ready(0, 10.0)
     supervisor.lost(0, Loss.CRASHED, 20.0)
-    [(slot, _)] = supervisor.orders(20.0).start
-    assert supervisor.start_bound(slot) == 600.0, "the least"
-    assert supervisor.start_bound(1) == 3600.0, "as it was when it started"
+    supervisor.orders(20.0)
+    assert supervisor.due == 620.0, "the least"
+    supervisor.ready(2, 30.0)
+    supervisor.orders(30.0)
+    assert supervisor.due == 3600.0, "as it was when it started"
     supervisor.ready(1, 300.0)
     supervisor.lost(1, Loss.CRASHED, 320.0)
-    [(slot, _)] = supervisor.orders(320.0).start
-    assert supervisor.start_bound(slot) == 3000.0
+    supervisor.orders(320.0)
+    assert supervisor.due == 3320.0
 
 
 def test_nobody_is_ended_since_this_process_was_held_up() -> None:
     supervisor = Supervisor(1, 10.0)
     supervisor.orders(0.0)
     assert supervisor.orders(16.0).kill == []
-    assert supervisor.due == 21.0
-    assert supervisor.orders(21.0).kill == [0]
+    supervisor.ready(0, 16.0)
+    supervisor.renew()
+    supervisor.orders(16.0)
+    assert supervisor.due == 26.0
+    assert supervisor.orders(32.0).kill == []
+    assert supervisor.due == 37.0
+    assert supervisor.orders(37.0).kill == [(1, 10.0)]
 
 
 # -- the engine

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from service_streamer.supervision.supervisor import (
-    Fate,
-    Loss,
-    Supervisor,
-    backoff,
-)
+from service_streamer.supervision.supervisor import Fate, Loss, Supervisor, backoff
 
 
 class Walk:
@@ -47,7 +42,7 @@ class Walk:
             self.log += [f"keep {slot}" for slot in orders.keep]
             self.log += [f"retire {slot}" for slot in orders.retire]
             self.log += [f"stop {slot}" for slot in orders.stop]
-            self.log += [f"kill {slot}" for slot in orders.kill]
+            self.log += [f"kill {slot}" for slot, _ in orders.kill]
 
     def do(self, what: str, *arguments: Any, **named: Any) -> Any:
         """Tell the supervisor something, and carry out what it orders then."""
@@ -332,7 +327,7 @@ def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
             assert not walk.do("condemn", 1, walk.now)
         case "winding down":
             walk.do("want", 1)
-            walk.do("wind_down")
+            walk.supervisor.is_winding_down = True
         case "succeeded":
             walk.do("renew")
             walk.ready(2)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
-from ..batching.isolation import Raised, Search
+from ..batching.isolation import Search
 from ..errors import StreamerBroken, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchReport
@@ -37,6 +37,11 @@ FleetEvent = BatchReport | WorkerReady | WorkerWaits | WorkerDied
 
 #: Levels of the notes, as those of ``logging``.
 _INFO, _WARNING, _ERROR = 20, 30, 40
+
+_REPLACED = (
+    "worker %d is replaced: it failed batch after batch, and most of the others computed theirs; "
+    "its last error was %s"
+)
 
 _STOP_FIRST = (
     "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
@@ -59,10 +64,7 @@ class EngineState(enum.Enum):
 class Fleet:
     """The workers of an engine or a simulation, and their calls. Not thread-safe.
 
-    Args:
-        least: how many workers there are at first, and at least.
-        most: how many the load may need.
-        start_timeout: see ``Supervisor``.
+    There are at least, and at first, ``least`` workers, and ``most`` if the load needs them.
     """
 
     def __init__(
@@ -86,10 +88,8 @@ class Fleet:
     def foresee(self, events: list[WorkerEvent]) -> None:
         """Have no batch cut for a worker of which a later one of these events says it is lost."""
         self._dying = {event.slot for event in events if type(event) is WorkerDied}
-        slots = self.batcher.slots
-        for slot in self._dying:
-            if slot in slots:
-                slots.close(slot)  # after what it still answered it is lost
+        for slot in self._dying.intersection(self.batcher.slots.numbers()):
+            self.batcher.slots.close(slot)  # after what it still answered it is lost
 
     def apply(self, event: FleetEvent, now: float) -> Actions:
         """Apply an event."""
@@ -140,28 +140,26 @@ class Fleet:
         supervisor, slots, retries = self.supervisor, self.batcher.slots, self.batcher.retries
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        actions, retried, was_busy, ends_row = NOTHING, retries.retried_items, False, False
-        if slot in slots:
-            was_busy, ends_row = bool(slots[slot].batches), slots[slot].has_computed
-            actions = self.batcher.worker_lost(
-                slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
-            )
-        retried = retries.retried_items - retried
+        was_busy = slot in slots and len(slots[slot].batches) > 0
+        ends_row = slot in slots and slots[slot].has_computed
+        retried_before = retries.retried_items
+        actions = self.batcher.worker_lost(
+            slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
+        )
+        retried = retries.retried_items - retried_before
         # A GPU that has failed for good explains deaths, too, and is no reason for haste.
         if loss is not Loss.DEVICE_FAILED:
             ends_row |= any(call.failure is failure for call in actions.calls)
-        was_failing, aborted = supervisor.retry_at(place) is not None, supervisor.aborted
+        aborted = supervisor.aborted
         fate = supervisor.lost(slot, loss, now, was_busy=was_busy, ends_row=ends_row)
         if supervisor.aborted != aborted:
             self.roll_failure = failure
             if loss is Loss.NO_MEMORY and fate is Fate.ABORTED:
                 advice = f"{failure.message}; {_STOP_FIRST}"
                 self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
-        is_news = fate is not Fate.EXPECTED or was_busy
-        if fate is Fate.FAILED:
-            is_news = not was_failing
-            pause = (supervisor.retry_at(place) or 0.0) - now
-            self._note_failed(failure, pause, is_news=is_news)
+        is_news = fate not in (Fate.EXPECTED, Fate.FAILED_AGAIN) or was_busy
+        if fate in (Fate.FAILED, Fate.FAILED_AGAIN):
+            self._note_failed(failure, supervisor.retry_at(place) - now, is_news=is_news)
             self.failure = failure
         elif is_news:
             more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
@@ -194,10 +192,12 @@ class Fleet:
         Args:
             rest: what the batcher wanted done, but for its batches and calls.
         """
-        supervisor = self.supervisor
+        supervisor, slots = self.supervisor, self.batcher.slots
         more: list[Actions] = []
         for slot in [slot for actions in rest for slot in actions.condemned]:
-            self._condemn(slot, now)
+            ends_row = slot in slots and slots[slot].has_computed
+            if supervisor.condemn(slot, now, ends_row=ends_row):
+                self._note(_WARNING, _REPLACED, supervisor.place(slot), self._last_error)
         orders = supervisor.orders(now)
         for slot in orders.keep:
             self._note(
@@ -207,7 +207,7 @@ class Fleet:
         for slot in orders.retire:
             more.append(self.batcher.worker_retiring(slot, now))  # others go on in its place
         self._workers_changed()
-        orders.stop.extend(filter(supervisor.vacant, self.batcher.slots.vacant()))
+        orders.stop.extend(filter(supervisor.vacant, slots.vacant()))
         return orders, more
 
     def scale_by_load(self, now: float) -> None:
@@ -235,18 +235,6 @@ class Fleet:
         self.scaling.set_bounds(least, most, now)
         self.supervisor.scale(self.scaling.wanted)
 
-    def _condemn(self, slot: int, now: float) -> None:
-        """Have a worker replaced that fails everything while others do not."""
-        slots = self.batcher.slots
-        has_computed = slot in slots and slots[slot].has_computed
-        if self.supervisor.condemn(slot, now, ends_row=has_computed):
-            self._note(
-                _WARNING,
-                "worker %d is replaced: it failed batch after batch, and most of the others "
-                "computed theirs; its last error was %s",
-                self.supervisor.place(slot), self._last_error,
-            )  # fmt: skip
-
     def revive(self) -> None:
         """A worker is ready, or the supervisor tries again at once."""
         if self.state is EngineState.BROKEN:
@@ -257,33 +245,30 @@ class Fleet:
         """Accept nothing any more; have workers for what is left only."""
         self.state = EngineState.DRAINING
         self.refusal = refusal
-        self.supervisor.wind_down()
+        self.supervisor.is_winding_down = True
         self.scaling.due = math.inf
 
     def _workers_changed(self) -> None:
-        supervisor = self.supervisor
-        has_begun = not (supervisor.is_starting or supervisor.is_broken)
-        if self.state is EngineState.STARTING and has_begun:
+        if self.state is EngineState.STARTING and not self.supervisor.is_starting:
             self.state = EngineState.RUNNING
 
     def _ceiling_changed(self, slot: int, ceiling: float) -> None:
-        before = self.ceilings.get(slot, 0)
+        before, place = self.ceilings.pop(slot, 0), self.supervisor.place(slot)
+        if ceiling:
+            self.ceilings[slot] = ceiling
         if ceiling == before:
             return
-        place = self.supervisor.place(slot)
+        most = f"a cost (items times the longest) of {ceiling:g}"
+        if isinstance(ceiling, int):
+            most = counted(ceiling, "item")
         if not ceiling:
-            del self.ceilings[slot]
             self._note(_INFO, "worker %d computes batches of any size again", place)
-            return
-        self.ceilings[slot] = ceiling
-        is_lower = not before or ceiling < before
-        self._note(
-            _WARNING if is_lower else _INFO,
-            "worker %d %s: it computes at most %s at once",
-            place, "ran out of device memory" if is_lower else "has more device memory",
-            counted(ceiling, "item") if isinstance(ceiling, int)
-            else f"a cost (items times the longest) of {ceiling:g}",
-        )  # fmt: skip
+        elif 0 < before < ceiling:
+            text = "worker %d has more device memory: it computes at most %s at once"
+            self._note(_INFO, text, place, most)
+        else:
+            text = "worker %d ran out of device memory: it computes at most %s at once"
+            self._note(_WARNING, text, place, most)
 
     def _note(self, level: int, text: str, *arguments: object) -> None:
         self.notes.append((level, text, arguments))
@@ -291,55 +276,43 @@ class Fleet:
     def _note_searches(self) -> None:
         """What the searches for faulty items cost that have come to an end."""
         for search in self.batcher.retries.take_ended():
-            self._note_search(search)
-
-    def _note_search(self, search: Search | Raised) -> None:
-        failure = search.failure
-        if isinstance(search, Search):
-            self._note(
-                _WARNING if search.failed else _INFO,
-                "%s with a worker that was lost (%s): %s to compute again, %s failed",
-                counted(search.items, "item"), failure.text, counted(search.runs, "model call"),
-                counted(search.failed, "call"),
-            )  # fmt: skip
-        elif search.runs:
-            self._note(
-                _WARNING,
-                "%d of %s in a batch failed (%s); to find out took %s more",
-                search.failed, counted(search.calls, "call"),
-                "none of them when it was alone" if failure is None else failure.text,
-                counted(search.runs, "model call"),
-            )  # fmt: skip
-        elif search.failed:
-            self._note(
-                _WARNING,
-                "%s failed together with %s, and the call at fault is not known:\n%s",
-                counted(search.failed, "call"), failure.text,
-                failure.remote_traceback or failure.text,
-            )  # fmt: skip
+            failure, level = search.failure, _WARNING if search.failed else _INFO
+            failed, runs = counted(search.failed, "call"), counted(search.runs, "model call")
+            if isinstance(search, Search):
+                items = counted(search.items, "item")
+                text = "%s with a worker that was lost (%s): %s to compute again, %s failed"
+                self._note(level, text, items, failure.text, runs, failed)
+            elif search.runs:
+                calls = counted(search.calls, "call")
+                why = "none of them when it was alone" if failure is None else failure.text
+                text = "%d of %s in a batch failed (%s); to find out took %s more"
+                self._note(_WARNING, text, search.failed, calls, why, runs)
+            elif search.failed:
+                text = "%s failed together with %s, and the call at fault is not known:\n%s"
+                cause = failure.remote_traceback or failure.text
+                self._note(level, text, failed, failure.text, cause)
 
     def _note_failed(self, failure: Failure, pause: float, *, is_news: bool) -> None:
         """Of a place without a worker: an error once, then a line for each try, if there is more.
 
         That is as seldom as the tries are, so that the last lines of the log say what is wrong.
         """
+        text = f"; it is tried again in {pause:.1f} s"
         if pause == math.inf:  # the first failure of a place is news
-            text = "%s; it is tried again when another worker is ready"
-            if not self.supervisor.is_starting:  # there will be none, and the owner ends
-                text = "%s"
-            self._note(_ERROR, text, failure.message)
-        elif not is_news:
-            text = "%s; it is tried again in %.1f s"
-            self._note(_WARNING, text, failure.message, pause)
-        elif self.failure is None or failure.message != self.failure.message:
-            # Often all workers fail for the one same reason.
-            text = "%s; it is tried again in %.1f s, and then at least once a minute"
-            self._note(_ERROR, text, failure.message, pause)
+            text = ""
+            if self.supervisor.is_starting:  # else there will be none, and the owner ends
+                text = "; it is tried again when another worker is ready"
+        elif is_news:
+            if self.failure is not None and failure.message == self.failure.message:
+                return  # often all workers fail for the one same reason
+            text += ", and then at least once a minute"
+        self._note(_ERROR if is_news else _WARNING, "%s%s", failure.message, text)
 
     def _states(self) -> Iterator[tuple[int, str]]:
         """Place and state of each worker, and of each place that waits for one or has failed."""
         slots = self.batcher.slots
-        for place, slot, state in self.supervisor.workers():
+        workers = () if self.state is EngineState.CLOSED else self.supervisor.workers()
+        for place, slot, state in workers:
             if slot is not None and state is WorkerState.READY:
                 yield place, "busy" if slot in slots and slots[slot].batches else "idle"
             else:
@@ -347,31 +320,24 @@ class Fleet:
 
     def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
         """Each worker, and each place that waits for one or has failed, by number."""
-        if self.state is EngineState.CLOSED:
-            return []
         restarts = self.supervisor.restarts_at
-        workers = [
+        return [
             WorkerStats(place, device(place), state, restarts[place])
-            for place, state in self._states()
+            for place, state in sorted(self._states(), key=lambda each: each[0])
         ]
-        return sorted(workers, key=lambda worker: worker.number)
 
     def stats(self, now: float) -> StreamerStats:
         batcher, supervisor = self.batcher, self.supervisor
         figures, slots, retries = batcher.figures, batcher.slots, batcher.retries
         workers = dict.fromkeys(_STATES, 0)
-        if self.state is not EngineState.CLOSED:
-            for _, state in self._states():
-                workers[state] += 1
+        for _, state in self._states():
+            workers[state] += 1
         scaling = self.scaling
         scaled: dict[str, Any] = {}
         if not scaling.is_fixed:
-            scaled = {
-                "wanted": scaling.wanted,
-                "worker_range": (scaling.least, scaling.most),
-                "target_wait": scaling.target,
-                "wait": scaling.wait_of(batcher.scheduler.load(0, 0.0)),
-            }
+            wait = scaling.wait_of(batcher.scheduler.load(0, 0.0))
+            scaled = {"wanted": scaling.wanted, "target_wait": scaling.target, "wait": wait}
+            scaled["worker_range"] = scaling.least, scaling.most
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
@@ -394,19 +360,17 @@ class Fleet:
 
     def _trouble(self, now: float) -> str | None:
         """Why no worker gives answers at present; None while one does."""
-        health = self.batcher.health
+        health, seconds = self.batcher.health, self.batcher.slots.stuck(now)
         if health.is_failing(now):
             last = f"; the last error was {self._last_error}" if self._last_error else ""
             return f"the last {health.row} batches failed, and none was computed since{last}"
-        seconds = self.batcher.slots.stuck(now)
-        if seconds is not None:
-            return f"every worker has been at one batch for {seconds:.0f} s or longer"
-        return None
+        if seconds is None:
+            return None
+        return f"every worker has been at one batch for {seconds:.0f} s or longer"
 
 
 def _sizes_of(sizes: object) -> tuple[int, ...]:
     """The sizes that a model's description names; none if they are not ascending whole numbers."""
     if not isinstance(sizes, (list, tuple)) or any(type(each) is not int for each in sizes):
         return ()
-    is_ascending = all(left < right for left, right in zip((0, *sizes), sizes, strict=False))
-    return tuple(sizes) if is_ascending else ()
+    return tuple(sizes) if [0, *sizes] == sorted({0, *sizes}) else ()

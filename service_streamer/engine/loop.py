@@ -455,8 +455,7 @@ class Loop:
                 self.transport.kill(slot, self._hang.format(seconds))
             else:
                 self._log_hang(slot, seconds)
-        for slot in orders.kill:
-            allowed = fleet.supervisor.start_bound(slot)
+        for slot, allowed in orders.kill:
             why = f"it had not loaded its model within start_timeout of {allowed:g} s"
             self.transport.kill(slot, why)
         for slot, place in orders.start:

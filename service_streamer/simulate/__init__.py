@@ -13,6 +13,7 @@ for each batch and one for each call.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -21,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from ..batching.batch_scheduler import BatchScheduler
 from ..batching.batcher import Actions, Batcher, build_batcher
@@ -152,13 +153,14 @@ def simulate(
     """
     bounds = worker_range(kinds.WORKERS.check("workers", workers))
     start_duration = kinds.seconds(zero=True).check("start_duration", start_duration)
+    kinds.number().or_none("no bound").check("seconds", seconds)
     phases = load.phases if isinstance(load, Phases) else ((math.inf, load),)
-    until, last = phases[-1]
+    last_end, last = phases[-1]
+    ends = last_end if seconds is None else min(last_end, seconds)
     if requests is not None:
         kinds.count().check("requests", requests)
-    elif seconds is None and until == math.inf and not isinstance(last, Replay):
+    elif ends == math.inf and not isinstance(last, Replay):
         requests = 20_000
-    kinds.number().or_none("no bound").check("seconds", seconds)
     if not 0 <= warm_up < 1:
         raise ValueError(f"warm_up must be a share of at least 0 and below 1; not {warm_up!r}")
     PATIENCE.check("fixed_wait", fixed_wait)
@@ -171,10 +173,11 @@ def simulate(
     has_lengths = lengths is not None or any(
         isinstance(part, Replay) and part.has_lengths for _, part in phases
     )
-    if fixed_wait is None:
-        batcher = build_batcher(options, has_lengths=has_lengths)
-    else:
-        batcher = build_batcher(options, has_lengths=False, scheduler_class=FixedWait)
+    batcher = build_batcher(
+        options,
+        has_lengths=has_lengths and fixed_wait is None,
+        scheduler_class=BatchScheduler if fixed_wait is None else FixedWait,
+    )
     run = _Run(
         batcher, bounds, start_duration, model, overheads or Overheads(), lengths, Random(seed),
         math.inf if requests is None else requests,
@@ -183,7 +186,6 @@ def simulate(
     for until, part in phases:
         run.add(begins, run.begin, part)
         begins = until
-    ends = begins if seconds is None else min(begins, seconds)
     if ends < math.inf:
         run.add(ends, run.begin, None)
     run.run()
@@ -208,9 +210,6 @@ class FixedWait(BatchScheduler):
         return slot, Decision(size, Reason.MAX_LATENCY, wait_until, most)
 
 
-#: When it is, a number that keeps the rest from being compared, what happens, and what it is about.
-_Event: TypeAlias = tuple[float, int, Callable[..., None], tuple[Any, ...]]
-
 _ENDED = Failure(WorkerLost("it has ended"))
 _NOTHING: tuple[None] = (None,)
 
@@ -232,7 +231,8 @@ class Simulation(ABC):
         self.lives: dict[int, tuple[float, float]] = {}  # from when until when each was ready
         self._fleet = Fleet(batcher, least, most)
         self._start_duration = start_duration
-        self._events: list[_Event] = []
+        #: When it is, a number that keeps the rest from being compared, and what happens.
+        self._events: list[tuple[float, int, functools.partial[None]]] = []
         self._numbers = itertools.count()
         self._look_after_workers(-start_duration)
 
@@ -242,7 +242,7 @@ class Simulation(ABC):
 
     def add(self, at: float, happen: Callable[..., None], *about: Any) -> None:
         """Have ``happen`` called when it is time, with what it is about and the time."""
-        heapq.heappush(self._events, (at, next(self._numbers), happen, about))
+        heapq.heappush(self._events, (at, next(self._numbers), functools.partial(happen, *about)))
 
     def run(self, until: float = math.inf) -> None:
         """Let everything happen that is to happen before a time."""
@@ -255,8 +255,7 @@ class Simulation(ABC):
             if now >= until:
                 break
             if happens_at <= due:
-                _, _, happen, about = heapq.heappop(events)
-                happen(*about, now)
+                heapq.heappop(events)[2](now)
             elif batcher.deadline <= due:
                 self.do(batcher.time_passed(due), due)
             fleet.scale_by_load(now)
@@ -292,27 +291,6 @@ class Simulation(ABC):
         fleet.notes.clear()
 
 
-class _Batch(NamedTuple):
-    """What is noted down of a batch; its record takes three times the memory.
-
-    Times are in seconds since the start.
-    """
-
-    cut: float
-    began: float
-    done: float
-    size: int
-    reason: Reason
-
-
-class _Phase(NamedTuple):
-    """A part of a load. Its calls that are still to come are dropped when the next one begins."""
-
-    begun: float
-    load: ClosedLoop | OpenLoad | None  # None when the load has ended
-    arrivals: Iterator[Arrival]  # those that follow, by the time since it began; none of a loop
-
-
 class _Run(Simulation):
     """One simulation of a load, and what is noted down of it."""
 
@@ -333,44 +311,51 @@ class _Run(Simulation):
         self._lengths = lengths
         self._random = random
         self._free_at: dict[int, float] = {}  # when each worker has done what it was given
-        self._phase: _Phase | None = None
+        #: The calls of the current phase that are still to come, but for those of a closed loop.
+        #: They name it, too: calls of an earlier phase are dropped when they come.
+        self._arrivals: Iterator[Arrival] = iter(())
+        self._load: ClosedLoop | OpenLoad | None = None  # of this phase
         self._room = requests  # for calls that may still arrive
         self._ends_at = math.inf  # of the load
         self._pending = 0  # items, when the load ended
         self._calls: list[tuple[float, float]] = []  # those answered: arrival, and latency
-        self._batches: list[_Batch] = []
+        #: When each batch was cut, and its worker began and was done, in seconds since the start;
+        #: its size, and why it was cut. Its record takes three times the memory.
+        self._batches: list[tuple[float, float, float, int, Reason]] = []
 
     def begin(self, load: ClosedLoop | OpenLoad | None, now: float) -> None:
         """The next phase; None for the end of all."""
         if self._ends_at < math.inf:
             return
-        arrivals = load.arrivals(self._random) if isinstance(load, OpenLoad) else iter(())
-        self._phase = phase = _Phase(now, load, arrivals)
-        self._next(phase)
+        self._load, self._arrivals = load, iter([])
         if load is None:
             self._ends_at = now
             self._pending = self.batcher.pending_items
         elif isinstance(load, ClosedLoop):
             for caller in range(load.callers):
                 called_at = now + caller * self._overheads.per_caller + self._draw(load.think_time)
-                self.add(called_at, self._arrive, phase, Arrival(0.0, load.items))
+                self.add(called_at, self._arrive, self._arrivals, Arrival(0.0, load.items))
+        else:
+            self._arrivals = (
+                each._replace(at=now + each.at) for each in load.arrivals(self._random)
+            )
+            self._next()
 
     def _draw(self, *means: float) -> float:
         """The sum of exponential times."""
         return sum(self._random.expovariate(1 / mean) for mean in means if mean)
 
-    def _next(self, phase: _Phase) -> None:
-        arrival = next(phase.arrivals, None)
+    def _next(self) -> None:
+        arrival = next(self._arrivals, None)
         if arrival is not None:
-            self.add(phase.begun + arrival.at, self._arrive, phase, arrival)
+            self.add(arrival.at, self._arrive, self._arrivals, arrival)
 
-    def _arrive(self, phase: _Phase, arrival: Arrival, now: float) -> None:
+    def _arrive(self, phase: Iterator[Arrival], arrival: Arrival, now: float) -> None:
         """A call arrives, if its phase is not over."""
-        if phase is not self._phase:
+        if phase is not self._arrivals:
             return
-        self._next(phase)
-        call = Call(_NOTHING * arrival.items, phase)
-        call.options = arrival.options
+        self._next()
+        call = Call(_NOTHING * arrival.items, phase, options=arrival.options)
         if arrival.lengths is not None:
             call.lengths = arrival.lengths
         elif self._lengths is not None:
@@ -386,7 +371,7 @@ class _Run(Simulation):
             began = max(now + transport, self._free_at.get(batch.slot, 0.0))
             done = began + self._model.duration(batch.size, _cost(batch))
             self._free_at[batch.slot] = done
-            self._batches.append(_Batch(now, began, done, batch.size, batch.reason))
+            self._batches.append((now, began, done, batch.size, batch.reason))
             self.add(done + transport, self._finish, batch, done - began)
 
     def _finish(self, batch: BatchRecord, duration: float, now: float) -> None:
@@ -394,13 +379,13 @@ class _Run(Simulation):
         outputs = [None] * batch.size
         report = BatchReport(batch.id, outputs, duration=duration, slot=batch.slot)
         actions = self.return_batch(report, now)
-        phase, overheads = self._phase, self._overheads
+        load, overheads = self._load, self._overheads
         comes_back = now + overheads.return_time
         for call in actions.calls:
             self._calls.append((call.arrived_at, now - call.arrived_at))
-            if call.reply is phase and isinstance(phase.load, ClosedLoop):
-                at = comes_back + self._draw(overheads.jitter, phase.load.think_time)
-                self.add(at, self._arrive, phase, Arrival(0.0, phase.load.items))
+            if call.reply is self._arrivals and isinstance(load, ClosedLoop):
+                at = comes_back + self._draw(overheads.jitter, load.think_time)
+                self.add(at, self._arrive, self._arrivals, Arrival(0.0, load.items))
             comes_back += overheads.per_caller
 
     def report(self, warm_up: float) -> Report:
@@ -416,20 +401,20 @@ class _Run(Simulation):
         worked = busy = computed = 0.0
         for begins, ends in self.lives.values():
             worked += max(0.0, min(ends, ends_at) - max(begins, since))
-        for batch in self._batches:
-            within = min(batch.done, ends_at) - max(batch.began, since)
+        for _, began, done, size, _ in self._batches:
+            within = min(done, ends_at) - max(began, since)
             if within > 0:
                 busy += within
-                computed += batch.size * within / (batch.done - batch.began)
-        cut = [batch for batch in self._batches if since <= batch.cut <= ends_at]
+                computed += size * within / (done - began)
+        cut = [(size, why) for at, _, _, size, why in self._batches if since <= at <= ends_at]
         return Report(
             seconds=window,
             calls=len(calls),
             throughput=computed / window,
             busy=busy / (worked or math.nan),
-            mean_batch_size=_mean([batch.size for batch in cut]),
-            sizes=dict(sorted(Counter(batch.size for batch in cut).items())),
-            reasons=dict(Counter(batch.reason for batch in cut).most_common()),
+            mean_batch_size=_mean([size for size, _ in cut]),
+            sizes=dict(sorted(Counter(size for size, _ in cut).items())),
+            reasons=dict(Counter(why for _, why in cut).most_common()),
             pending=self._pending,
             mean=_mean(latencies),
             p50=percentile(ordered, 0.5),

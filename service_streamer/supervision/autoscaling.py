@@ -23,12 +23,13 @@ been ended, the next time is longer.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from typing import NamedTuple
 
-#: The share of the time that workers should compute. The rest is for what comes unevenly. Chosen by
-#: reasoning: at 0.7 a queue of independent calls is short, and one more worker is not far.
+#: The share of the time that workers should compute. The rest is for what comes unevenly.
+#: Chosen by reasoning: at 0.7 a queue of independent calls is short.
 UTILIZATION = 0.7
 
 #: By so much the load has to be below what fewer workers can do.
@@ -99,18 +100,11 @@ class Autoscaling:
     """Decides on a number of workers. Not thread-safe.
 
     Tell it the load with ``decide`` whenever ``is_due`` says so.
-
-    Attributes:
-        is_fixed: whether the bounds are equal, so that there is nothing to decide.
-        is_watching: whether ``due`` says when to look at what waits or is refused; else that is
-            when something waits.
-        due: when to call ``decide`` at the latest; infinity while the load is nothing to look at.
-        wait: how long a new item would have waited with the last decision, seconds.
-        target: how long an item may wait for a worker, seconds, by the last decision; 0 before it.
-        share: what workers compute, measured while items wait, as a share of ``Load.speed``.
     """
 
     def __init__(self, least: int, most: int) -> None:
+        #: By the last decision: how long an item may wait for a worker, and how long a new one
+        #: would have waited, seconds.
         self.target = self.wait = 0.0
         self.wanted = least
         self._grown_at = -math.inf
@@ -124,15 +118,16 @@ class Autoscaling:
             self._grown_at = now
         self._shrunk_at = -math.inf
         self._factor = 1.0  # of the delay
-        self.share = 1.0
+        self.share = 1.0  # of ``Load.speed`` that workers compute, measured while items wait
         self.least, self.most = least, most
         self.wanted = max(least, min(most, self.wanted))
-        # Else there is nothing to do before items wait.
+        #: When to call ``decide`` at the latest; infinity while there is nothing to look at.
         self.due = -math.inf if least < self.wanted else math.inf
+        #: Whether there is nothing to decide, and whether ``due`` says when to look at what waits
+        #: or is refused; else that is when something waits.
         self.is_fixed = self.is_watching = least == most
-        #: While items wait longer than the target: when, the load then, and how long workers have
-        #: computed, seconds in total.
-        self._points: deque[tuple[float, Load, float]] = deque()
+        #: While items wait longer than the target: when, and the load then.
+        self._points: deque[tuple[float, Load]] = deque()
         self._look_for_fewer_anew()
 
     def _look_for_fewer_anew(self) -> None:
@@ -141,9 +136,7 @@ class Autoscaling:
 
     def is_due(self, waiting: int, now: float) -> bool:
         """Whether to call ``decide``: its time has come, or items begin to wait."""
-        if self.due <= now:
-            return True
-        return bool(waiting) and not self.is_watching
+        return self.due <= now or (waiting > 0 and not self.is_watching)
 
     def decide(self, load: Load, now: float) -> int:
         """How many workers there should be now; sets ``due``."""
@@ -181,18 +174,15 @@ class Autoscaling:
         self, load: Load, speed: float, patience: float, now: float, is_refusing: bool
     ) -> None:
         points = self._points
-        worked = 0.0
-        if points:
-            looked_at, before, worked = points[-1]
-            worked += before.ready * (now - looked_at)
-        points.append((now, load, worked))
+        points.append((now, load))
         while len(points) > 2 and points[1][0] <= now - 2 * patience:
             points.popleft()
-        began_at, first, worked_before = points[0]
-        took, worked = now - began_at, worked - worked_before
+        began_at, first = points[0]
+        took, served = now - began_at, load.served - first.served
         if took < patience:
             return
-        served = load.served - first.served
+        spans = itertools.pairwise(points)
+        worked = sum(before.ready * (then - at) for (at, before), (then, _) in spans)  # seconds
         if load.batches - first.batches >= ENOUGH_BATCHES * load.ready:
             # No worker was idle, so what they computed is what they can.
             speed = served / worked or speed

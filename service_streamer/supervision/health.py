@@ -5,16 +5,14 @@ computed their last batch: at most one a minute, and until then it is held back.
 of the others fail meanwhile, or if no other worker takes batches. Callers who send nothing but bad
 items may have a worker replaced by that, now and then.
 
-How long a worker may be at one batch, before it is taken for hung, is given or learned. What
-"auto" allows:
+How long a worker may be at one batch, before it is taken for hung, is given or learned:
 
     least     60 s, or twice as long as callers wait, if that is more
-    usually   ten times the longest batch so far, but no less than that; nor less than twice as long
-              as a call of the batch may take, ten times the least if that is for ever
-    at first  ten times the least, or of what the calls of the batch allow, until ten batches have
-              come back: models compile and warm up. An hour, if neither the callers as a rule nor
-              those of the batch have said how long they wait. Later a worker's own first ten
-              batches are measured by those of the workers before it.
+    usually   ten times the longest batch so far, but no less than the least; nor less than twice as
+              long as a call of the batch may take, ten times the least if that is for ever
+    at first  ten times the least, until ten batches have come back: models compile and warm up. An
+              hour, if neither the callers as a rule nor those of the batch have said how long they
+              wait. A later worker's first ten batches are measured by those of earlier workers.
 """
 
 from __future__ import annotations
@@ -40,17 +38,13 @@ TROUBLE_FADES = 60.0
 
 
 class Health:
-    """The rows of failures of workers, by their slots. Not thread-safe.
-
-    Attributes:
-        row: batches in a row that have failed, of all workers.
-        due: when another worker may be replaced, and so when to ``judge`` while one is held back.
-    """
+    """The rows of failures of workers, by their slots. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.row = 0
+        self.row = 0  # batches in a row that have failed, of all workers
         self._failed_at = -math.inf
         self._rows: Counter[int] = Counter()  # by worker; 0 if its last batch was computed
+        #: When another worker may be replaced, and so when to ``judge`` while one is held back.
         self.due = -math.inf
 
     def computed(self, slot: int) -> None:
@@ -107,10 +101,6 @@ class BatchBound:
         patience: how long callers wait for results as a rule, seconds; None if it is not known.
         fixed: the bound, seconds, instead of a learned one.
         ends: whether a worker is ended that is beyond it; else that is only said.
-
-    Attributes:
-        least: what it never is below, seconds.
-        notable: a longer batch may change it, seconds.
     """
 
     def __init__(
@@ -118,11 +108,10 @@ class BatchBound:
     ) -> None:
         self.ends = ends
         self._fixed = fixed
-        if fixed is None:
-            self.least = max(_LEAST, _PATIENCE_FACTOR * (patience or 0.0))
-            self.notable = self.least / _FACTOR
-        else:
-            self.least, self.notable = fixed, math.inf
+        least = max(_LEAST, _PATIENCE_FACTOR * (patience or 0.0)) if fixed is None else fixed
+        self.least = least  # it never is below that, seconds
+        #: A longer batch may change it, seconds.
+        self.notable = least / _FACTOR if fixed is None else math.inf
         self._unknown = _UNKNOWN if patience is None else _FACTOR * self.least  # for ever
         self._batches = 0
         self._longest = self._longest_cold = 0.0

@@ -16,16 +16,15 @@
                 again for ever, but seldom; ready ends that
 
 A *place* is one of the wanted number of workers; it decides about the device. A *slot* is the name
-of one worker, never used again. The budget: a place whose workers are lost more than
-``max_restarts`` times in a row, while they start or have nothing to do, has failed. Computing a
-batch, or living for ``WINDOW`` seconds, ends the row. What a worker dies of while it computes does
-not count: else some bad requests would end the service for everybody.
+of one worker, never used again. A place has failed when its workers were lost more than
+``max_restarts`` times in a row, while they started or had nothing to do. Computing a batch, or
+living for ``WINDOW`` seconds, ends the row. Losses of workers that compute do not count: else some
+bad requests would end the service for everybody.
 
-A renewal replaces every worker by a new one, one at a time. With overlap the new one is ready
-before the old one ends, which takes memory for both; without it the old one ends first. A renewal
-that comes while another one is under way joins it, with whichever overlap takes less memory. A
-worker that still waits for a place on a cluster is not waited for. If it has said so before the
-renewal it is replaced when it is ready: it may have begun to load before that, unheard.
+A renewal replaces the workers one at a time. With overlap the new one is ready before the old one
+ends, which takes memory for both. A renewal that comes while another one is under way joins it,
+with whichever overlap takes less memory. It does not wait for a worker that waits for a place on a
+cluster. That one is replaced when it is ready, as it may have begun to load before, unheard.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ BACKOFF, MAX_BACKOFF = 0.1, 5.0
 #: The same before a place is tried again that has failed.
 RETRY, MAX_RETRY = 1.0, 60.0
 
-#: How often a place is tried that never had a worker, if its processes die while they load. More
-#: than once, since several that load at the same time may run out of memory together.
-_FIRST_STARTS = 3
+#: How often a place is tried again that never had a worker, if its processes die while they load:
+#: several that load at the same time may run out of memory together.
+_FIRST_RESTARTS = 2
 
 #: What "auto" allows for loading a model, seconds, when none has been loaded yet: 140 GB of weights
 #: at 40 MB/s. And when it is known how long that takes: so many times as long, but never less than
@@ -86,6 +85,7 @@ class Fate(enum.Enum):
     OLD_FIRST = "tried again when the old worker has ended: there is no memory for both"
     ABORTED = "gone, and the old worker stays"
     FAILED = "tried again, but seldom"
+    FAILED_AGAIN = "tried again, but ever more seldom"
 
 
 def backoff(tries: int, first: float, longest: float, jitter: float) -> float:
@@ -108,7 +108,7 @@ class WorkerActions(NamedTuple):
     start: list[tuple[int, int]]  # with the place of each
     retire: list[int]  # take no more batches
     stop: list[int]  # end: they hold nothing
-    kill: list[int]  # they take too long to be ready
+    kill: list[tuple[int, float]]  # they took longer to be ready than so many seconds
     keep: list[int]  # were retiring, and take batches again
 
 
@@ -121,17 +121,15 @@ class _Worker:
         self.ready_by = now + bound
         self.generation = generation
         self.state = WorkerState.STARTING
-        self.is_condemned = self.is_killed = False
+        self.is_condemned = False  # it ends in any case, and not only while fewer are wanted
         self.is_waiting = False  # for a place on a cluster
-        self.is_unwanted = False  # it retires only since fewer were wanted then
         self.ready_at = math.inf
 
 
 class _Place:
     def __init__(self) -> None:
         self.restarts = 0  # in a row
-        self.causeless = 0  # of them, those after a death that no batch had a part in
-        self.tries = 0  # since it has failed
+        self.idle_losses = 0  # in a row: of workers that loaded, or had nothing to do
         self.restart_at = -math.inf  # at once
         self.has_failed = False
         self.was_served = False  # by a worker that was ready
@@ -141,7 +139,7 @@ class _Place:
 
     def forgive(self) -> None:
         """The row has ended."""
-        self.restarts = self.causeless = self.tries = 0
+        self.restarts = self.idle_losses = 0
 
 
 class Supervisor:
@@ -152,20 +150,9 @@ class Supervisor:
     Args:
         start_timeout: how long a worker may take to be ready, seconds; "auto" is learned, None sets
             no bound.
-
-    Attributes:
-        max_restarts: of one place in a row, after deaths that no batch had a part in.
-        jitter: random numbers from 0 to 1.
-        due: when to call ``orders``; minus infinity when something has changed.
-        restarts_at: of lost workers, so far, by place.
-        restarted_at: when workers were lost that were started again, the last ones.
-        aborted: the last generation whose replacement could not be started.
-        start_duration: what the last worker that is ready took to be so, seconds.
-        tries_once: whether places that have failed wait until a worker of another place is ready.
-            For an owner that ends if none is: an unsuitable model would only be loaded again.
     """
 
-    max_restarts = 10
+    max_restarts = 10  # of one place in a row, after deaths that no batch had a part in
 
     def __init__(self, worker_num: int, start_timeout: Timeout = None) -> None:
         self._start_timeout = start_timeout
@@ -175,14 +162,19 @@ class Supervisor:
         self._slots = itertools.count()
         self._generation = 0
         self._overlap: Overlap = "auto"  # of the renewals under way
+        #: When to call ``orders``; minus infinity when something has changed.
         self.due = -math.inf
-        self.restarts_at: collections.Counter[int] = collections.Counter()
+        self.restarts_at: collections.Counter[int] = collections.Counter()  # in total, by place
+        #: When workers were lost that were started again, the last ones.
         self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
-        self.aborted = -1
-        self.start_duration = 0.0
+        self.aborted = -1  # the last generation whose replacement could not be started
+        self.start_duration = 0.0  # what the last worker that is ready took to be so, seconds
+        #: Whether failed places wait until a worker of another place is ready. For an owner that
+        #: ends if none is: an unsuitable model would only be loaded again.
         self.tries_once = False
-        self._is_winding_down = False
-        self._longest_start: float | None = None  # seconds that loading has taken
+        #: The end is near: no more than one worker is started, for what is still to be computed.
+        self.is_winding_down = False
+        self._longest_start = 0.0  # seconds that loading has taken
         self._readied = 0  # how often a worker has become ready
 
     # -- what users want
@@ -219,10 +211,6 @@ class Supervisor:
                 place.forgive()
                 place.restart_at, place.has_failed = -math.inf, False
 
-    def wind_down(self) -> None:
-        """The end is near: want no more workers than one, for what is still to be computed."""
-        self._is_winding_down = True
-
     def is_renewed(self, generation: int) -> bool:
         """Whether every worker is of this generation or a later one, and ready.
 
@@ -232,17 +220,15 @@ class Supervisor:
         workers = self._workers.values()
         served = {worker.place for worker in workers if self._is_settled(worker)}
         return (
-            not self._is_short
-            and bool(self._in(WorkerState.READY))
+            bool(self._in(WorkerState.READY))
             and served >= set(range(len(self._places)))
             and all(worker.generation >= generation or worker.is_waiting for worker in workers)
         )
 
     # -- what workers do
 
-    def _place_of(self, worker: _Worker) -> _Place | None:
-        """Its place; None if that is not wanted any more."""
-        return self._places[worker.place] if worker.place < len(self._places) else None
+    def _is_wanted(self, worker: _Worker) -> bool:
+        return worker.place < len(self._places)
 
     def _beside(self, worker: _Worker) -> list[_Worker]:
         """The other workers of its place."""
@@ -260,24 +246,19 @@ class Supervisor:
     def ready(self, slot: int, now: float) -> bool:
         """The worker has loaded its model; whether it may take batches: not if it is ended."""
         worker = self._workers[slot]
-        if worker.state is WorkerState.STOPPING or worker.is_killed:
+        if worker.state is WorkerState.STOPPING or worker.is_condemned:
             return False
         worker.state = WorkerState.READY
         worker.ready_at = now
         worker.is_waiting = False
         self._readied += 1
         self.start_duration = now - worker.started_at
-        self._longest_start = max(self._longest_start or 0.0, self.start_duration)
-        for other in self._places:  # of ``tries_once``
-            if other.restart_at == math.inf:
-                other.restart_at = now + RETRY
-        place = self._place_of(worker)
-        if place is not None:
-            place.was_served = True
-            place.awaited_at = None
+        self._longest_start = max(self._longest_start, self.start_duration)
+        if self._is_wanted(worker):
+            place = self._places[worker.place]
             if place.has_failed:
-                place.has_failed = False
                 self.restarts_at[worker.place] += 1
+            place.awaited_at, place.has_failed = None, False
         self.due = -math.inf
         return True
 
@@ -286,22 +267,17 @@ class Supervisor:
 
         It ends first: a device may not have the memory for two. Its successor waits as after a
         death, so that a place whose workers all end like that does not load one after the other.
-
-        Args:
-            ends_row: whether it has computed a batch.
         """
         worker = self._workers.get(slot)
         if worker is None or worker.is_condemned:
             return False
-        worker.is_unwanted = False  # one that retires is not kept, even if more are wanted again
+        worker.is_condemned = True
         if worker.state is not WorkerState.READY:
             return False
-        worker.is_condemned = True
         self.due = -math.inf
-        place = self._place_of(worker)
-        if place is not None:
+        if self._is_wanted(worker):
             if ends_row:
-                place.forgive()
+                self._places[worker.place].forgive()
             self._restart(worker.place, now)
         return True
 
@@ -314,13 +290,7 @@ class Supervisor:
         return True
 
     def lost(
-        self,
-        slot: int,
-        loss: Loss,
-        now: float,
-        *,
-        was_busy: bool = False,
-        ends_row: bool = False,
+        self, slot: int, loss: Loss, now: float, *, was_busy: bool = False, ends_row: bool = False
     ) -> Fate:
         """The worker is gone; returns what follows.
 
@@ -328,10 +298,7 @@ class Supervisor:
             was_busy: whether it held a batch, which may have been the cause.
             ends_row: whether it has computed a batch, or it is known that the batch was the cause.
         """
-        worker = self._workers[slot]
-        place = self._place_of(worker)
-        is_awaited = place is not None and self._is_awaited(worker.place)
-        del self._workers[slot]
+        worker = self._workers.pop(slot)
         self.due = -math.inf
         if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
             return Fate.EXPECTED
@@ -345,24 +312,27 @@ class Supervisor:
                 return Fate.ABORTED
             self._overlap = False
             return Fate.OLD_FIRST
-        if place is None:
+        if not self._is_wanted(worker):
             return Fate.GONE
-        if ends_row or now - worker.ready_at >= WINDOW:
+        place = self._places[worker.place]
+        is_first = worker.ready_at < math.inf and not place.was_served  # of those that were ready
+        if ends_row or is_first or now - worker.ready_at >= WINDOW:
             place.forgive()
-        place.was_served |= worker.ready_at < math.inf
-        if is_awaited:
+        place.was_served |= is_first
+        if place.awaited_at is not None and not self._is_settled(worker):
             self._abort()
-        is_tried = not place.has_failed
-        if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
-            place.causeless += not was_busy
+        budget = 0 if loss is Loss.NEVER_AGAIN else self.max_restarts
+        if not place.was_served:  # a start that has failed would say the same again
+            budget = 0 if loss is Loss.START_FAILED else min(budget, _FIRST_RESTARTS)
+        tries = max(0, place.idle_losses - budget)
+        place.idle_losses += not was_busy
+        if not place.has_failed and (was_busy or place.idle_losses <= budget):
             self._restart(worker.place, now)
             return Fate.RESTARTED
+        fate = Fate.FAILED_AGAIN if place.has_failed else Fate.FAILED
         place.has_failed = True
-        place.restart_at = now + backoff(place.tries, RETRY, MAX_RETRY, self.jitter())
-        if self.tries_once and not self.was_served:
-            place.restart_at = math.inf
-        place.tries += 1
-        return Fate.FAILED
+        place.restart_at = now + backoff(tries, RETRY, MAX_RETRY, self.jitter())
+        return fate
 
     def _restart(self, number: int, now: float) -> None:
         place = self._places[number]
@@ -373,22 +343,13 @@ class Supervisor:
         self.restarts_at[number] += 1
         self.restarted_at.append(now)
 
-    def _unserved(self) -> list[tuple[int, _Place]]:
-        """The places without a worker."""
-        served = {worker.place for worker in self._workers.values()}
-        return [each for each in enumerate(self._places) if each[0] not in served]
+    def _without(self, *states: WorkerState) -> dict[int, _Place]:
+        """The places without a worker in one of these states, by number."""
+        served = {worker.place for worker in self._in(*states)}
+        return {each: place for each, place in enumerate(self._places) if each not in served}
 
     def _in(self, *states: WorkerState) -> list[_Worker]:
         return [worker for worker in self._workers.values() if worker.state in states]
-
-    def _budget(self, place: _Place, loss: Loss) -> int:
-        if loss is Loss.NEVER_AGAIN:
-            return 0
-        if place.was_served:
-            return self.max_restarts
-        if loss is Loss.START_FAILED:
-            return 0  # the same start would say the same again
-        return min(_FIRST_STARTS - 1, self.max_restarts)
 
     def _abort(self) -> None:
         """Leave the workers that are not replaced yet: their successors would not start either."""
@@ -399,27 +360,17 @@ class Supervisor:
             worker.generation = self._generation
 
     def _is_settled(self, worker: _Worker) -> bool:
-        """Whether it is ready, or waits for a place that may never come, and not for another's."""
+        """Whether it is ready, or waits on a cluster, perhaps without end.
+
+        If the old worker was ended for it, it may have that one's room, unless another one has
+        become ready since.
+        """
         if worker.state is WorkerState.READY:
             return True
-        return worker.is_waiting and not self._beside(worker)
-
-    @property
-    def _is_short(self) -> bool:
-        """Whether a worker was ended for a new one, which is not ready yet."""
-        return any(map(self._is_awaited, range(len(self._places))))
-
-    def _is_awaited(self, number: int) -> bool:
-        """Whether the worker of this place was ended for a new one, which loads.
-
-        On a cluster another place's may have got the room that the old one has left. If one has
-        become ready since, the new one is not awaited while it waits: that may be without end.
-        """
-        awaited_at = self._places[number].awaited_at
-        if awaited_at is None:
-            return False
-        waiting = [worker.place for worker in self._workers.values() if worker.is_waiting]
-        return awaited_at == self._readied or number not in waiting
+        is_awaited = (
+            self._is_wanted(worker) and self._places[worker.place].awaited_at == self._readied
+        )
+        return worker.is_waiting and not is_awaited and not self._beside(worker)
 
     # -- the difference
 
@@ -427,81 +378,81 @@ class Supervisor:
         """What to do now; sets ``due``."""
         orders = WorkerActions([], [], [], [], [])
         self.due = math.inf
-        for number, place in self._unserved():
-            if self._is_winding_down and self._in(WorkerState.STARTING, WorkerState.READY):
+        for number in self._without(*WorkerState):
+            if self.is_winding_down and self._in(WorkerState.STARTING, WorkerState.READY):
                 break  # there is a worker for what is still to be computed, or will be
-            if place.restart_at <= now:
+            if self.retry_at(number) <= now:
                 self._start(number, orders, now)
             else:
-                self.due = min(self.due, place.restart_at)
+                self.due = min(self.due, self.retry_at(number))
         for worker in self._workers.values():
             if self._is_missed(worker):
                 # Its stream may take hours more, and there may be no room for another one beside.
-                worker.state, worker.is_unwanted = WorkerState.READY, False
+                worker.state = WorkerState.READY
                 orders.keep.append(worker.slot)
-            if worker.state is WorkerState.STARTING and self._place_of(worker) is None:
-                worker.state = WorkerState.STOPPING
-                worker.is_waiting = False
-                orders.stop.append(worker.slot)
-            elif worker.state is WorkerState.READY and (
-                worker.is_condemned or self._has_successor(worker)
-            ):
-                self._retire(worker, orders)
+            elif worker.state is WorkerState.READY:
+                successors = [w for w in self._beside(worker) if w.generation > worker.generation]
+                worker.is_condemned |= any(w.state is WorkerState.READY for w in successors)
+                if worker.is_condemned:
+                    self._retire(worker, orders)
+            elif worker.state is WorkerState.STARTING:
+                self._check_start(worker, orders, now)
         # Never fewer than are wanted, if others can stand in for them.
         ready = self._in(WorkerState.READY)
-        unwanted = [worker for worker in ready if self._place_of(worker) is None]
-        for worker in unwanted[: max(0, len(ready) - len(self._places))]:
-            worker.is_unwanted = True
+        unwanted = [worker for worker in ready if not self._is_wanted(worker)]
+        for worker in unwanted[: max(0, len(ready) - self.wanted)]:
             self._retire(worker, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
-        if not self._is_short and all(map(self._is_settled, self._workers.values())):
+        if all(map(self._is_settled, self._workers.values())):
             self._renew_next(orders, now)
-        for worker in self._in(WorkerState.STARTING):
-            if worker.ready_by + worker.bound / 2 < now:
-                # We come much too late: this process was held up itself, and maybe all of them.
-                worker.ready_by = now + worker.bound / 2
-            elif worker.ready_by <= now:
-                worker.is_killed = True
-                worker.ready_by = math.inf
-                orders.kill.append(worker.slot)
-            self.due = min(self.due, worker.ready_by)
         return orders
+
+    def _check_start(self, worker: _Worker, orders: WorkerActions, now: float) -> None:
+        """End a worker that loads, if it is unwanted or takes too long."""
+        if not self._is_wanted(worker):
+            worker.state, worker.is_waiting = WorkerState.STOPPING, False
+            orders.stop.append(worker.slot)
+            return
+        if worker.ready_by + worker.bound / 2 < now:
+            # We come much too late: this process was held up itself, and maybe all of them.
+            worker.ready_by = now + worker.bound / 2
+        elif worker.ready_by <= now:
+            worker.is_condemned, worker.ready_by = True, math.inf
+            orders.kill.append((worker.slot, worker.bound))
+        self.due = min(self.due, worker.ready_by)
 
     def _is_missed(self, worker: _Worker) -> bool:
         """Whether it retires since fewer were wanted, but its place is wanted again, and free."""
         return (
             worker.state is WorkerState.RETIRING
-            and worker.is_unwanted
-            and self._place_of(worker) is not None
-            and not self._is_winding_down
+            and not worker.is_condemned
+            and self._is_wanted(worker)
+            and not self.is_winding_down
             and all(w.state is WorkerState.STOPPING for w in self._beside(worker))
         )
 
     def _renew_next(self, orders: WorkerActions, now: float) -> None:
         """Replace one of the old workers, if there are any, and time for it."""
         old = list(filter(self._is_old, self._in(WorkerState.READY)))
-        if not old or self._is_winding_down:
+        if not old or self.is_winding_down:
             return
         worker = min(old, key=lambda worker: worker.place)
         if self._overlap:
             self._start(worker.place, orders, now)
         else:
             self._places[worker.place].awaited_at = self._readied
+            worker.is_condemned = True
             self._retire(worker, orders)
 
     def _start(self, place: int, orders: WorkerActions, now: float) -> None:
-        slot, bound = next(self._slots), self._start_bound()
-        self._workers[slot] = _Worker(slot, place, self._generation, now, bound)
+        slot, bound = next(self._slots), self._start_timeout
+        if bound == "auto":
+            learned = max(_LEAST_START_TIMEOUT, _START_FACTOR * self._longest_start)
+            bound = learned if self.was_served else _FIRST_START_TIMEOUT
+        worker = _Worker(slot, place, self._generation, now, math.inf if bound is None else bound)
+        self._workers[slot] = worker
+        self.due = min(self.due, worker.ready_by)
         orders.start.append((slot, place))
-
-    def _start_bound(self) -> float:
-        """How long a worker that is started now may take to be ready, seconds."""
-        timeout = self._start_timeout
-        if timeout != "auto":
-            return math.inf if timeout is None else timeout
-        if self._longest_start is None:
-            return _FIRST_START_TIMEOUT
-        return max(_LEAST_START_TIMEOUT, _START_FACTOR * self._longest_start)
 
     def _retire(self, worker: _Worker, orders: WorkerActions) -> None:
         worker.state = WorkerState.RETIRING
@@ -509,13 +460,7 @@ class Supervisor:
 
     def _is_old(self, worker: _Worker) -> bool:
         """Whether a renewal is to replace it."""
-        return worker.generation < self._generation and self._place_of(worker) is not None
-
-    def _has_successor(self, worker: _Worker) -> bool:
-        return any(
-            other.state is WorkerState.READY and other.generation > worker.generation
-            for other in self._beside(worker)
-        )
+        return worker.generation < self._generation and self._is_wanted(worker)
 
     # -- how it stands
 
@@ -527,18 +472,10 @@ class Supervisor:
         """The place of a worker that there is: what messages call its number."""
         return self._workers[slot].place
 
-    def start_bound(self, slot: int) -> float:
-        """How long the worker was allowed to take to be ready, seconds."""
-        return self._workers[slot].bound
-
-    def retry_at(self, place: int) -> float | None:
-        """When a failed place is tried again; None if it has not failed, or is not wanted.
-
-        Infinity if it waits for a worker of another place: see ``tries_once``.
-        """
-        if place >= len(self._places) or not self._places[place].has_failed:
-            return None
-        return self._places[place].restart_at
+    def retry_at(self, place: int) -> float:
+        """When a place is tried again; infinity if it waits for another: see ``tries_once``."""
+        is_held = self.tries_once and not self.was_served and self._places[place].has_failed
+        return math.inf if is_held else self._places[place].restart_at
 
     @property
     def is_loading(self) -> bool:
@@ -548,17 +485,12 @@ class Supervisor:
     @property
     def is_ready(self) -> bool:
         """Whether every place is served by a worker that is ready."""
-        return not self._not_ready
+        return not self._without(WorkerState.READY)
 
     @property
     def is_starting(self) -> bool:
         """Whether a place is not served by a worker that is ready, but soon will be, or fail."""
-        return not all(place.has_failed for place in self._not_ready)
-
-    @property
-    def _not_ready(self) -> list[_Place]:
-        ready = {worker.place for worker in self._in(WorkerState.READY)}
-        return [place for number, place in enumerate(self._places) if number not in ready]
+        return not all(place.has_failed for place in self._without(WorkerState.READY).values())
 
     @property
     def failed(self) -> int:
@@ -568,20 +500,18 @@ class Supervisor:
     @property
     def is_broken(self) -> bool:
         """Whether no worker is left, and every place has failed."""
-        left = self._in(WorkerState.READY, WorkerState.RETIRING)
-        return not left and all(place.has_failed for place in self._places)
+        return self.failed == self.wanted and not self._in(WorkerState.READY, WorkerState.RETIRING)
 
     @property
     def was_served(self) -> bool:
-        """Whether any worker was ever ready, of those places that are wanted."""
-        return any(place.was_served for place in self._places)
+        """Whether any worker was ever ready."""
+        return self._readied > 0
 
     def workers(self) -> Iterator[tuple[int, int | None, WorkerState]]:
         """Each worker as (place, slot, state), and each place without one, whose slot is None."""
+        failed = [number for number, place in enumerate(self._places) if place.has_failed]
         for slot, worker in self._workers.items():
-            state = worker.state
-            if state is WorkerState.STARTING and self.retry_at(worker.place) is not None:
-                state = WorkerState.FAILED
-            yield worker.place, slot, state
-        for number, place in self._unserved():
+            is_retry = worker.state is WorkerState.STARTING and worker.place in failed
+            yield worker.place, slot, WorkerState.FAILED if is_retry else worker.state
+        for number, place in self._without(*WorkerState).items():
             yield number, None, WorkerState.FAILED if place.has_failed else WorkerState.BACKING_OFF

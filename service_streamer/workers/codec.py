@@ -483,7 +483,7 @@ def _dissect(thing: Any, known: Callable[[Any], bool]) -> bytes:
             place = "the main module (a notebook, python -c, standard input or the like)"
         raise NotImportable(
             f"{thing.__qualname__} is defined in {place}, which worker processes cannot "
-            f"import. Run pip install {' '.join(PACKAGES['notebook'])}, define it in a module "
+            f"import. Run pip install {PACKAGES['notebook']}, define it in a module "
             '(.py file) and import it from there, or use mp_start_method="fork"'
         ) from None
     classes = {}
