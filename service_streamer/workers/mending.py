@@ -32,12 +32,6 @@ from .protocol import Failure
 T = TypeVar("T")
 
 
-class Returned(NamedTuple):
-    """What the model returned."""
-
-    value: Any
-
-
 class Invalid(NamedTuple):
     """Why items fail that the model named, by position in the part."""
 
@@ -50,8 +44,9 @@ class OutOfMemory(NamedTuple):
     failure: Failure
 
 
-#: What became of a run. A Failure is what the model raised.
-Outcome: TypeAlias = Returned | Invalid | OutOfMemory | Failure
+#: What became of a run: a result for each item, or why there is none. A Failure is what the model
+#: raised.
+Outcome: TypeAlias = list[Any] | Invalid | OutOfMemory | Failure
 
 
 def by_position(invalid: InvalidItems, positions: Sequence[int]) -> dict[int, Exception]:
@@ -63,6 +58,12 @@ def by_position(invalid: InvalidItems, positions: Sequence[int]) -> dict[int, Ex
             f"{len(positions)}: positions count from 0"
         )
     return {positions[i]: error for i, error in invalid.errors.items()}
+
+
+def failures_by_position(invalid: InvalidItems, size: int) -> Invalid:
+    """What follows for the items of a call with so many. Raises BadModelOutput: it has no such."""
+    errors = by_position(invalid, range(size))
+    return Invalid({position: Failure.caught(error) for position, error in errors.items()})
 
 
 @contextmanager
@@ -114,8 +115,8 @@ class Bisection(ABC, Generic[T]):
             part = self.next_part()
             runs += has_raised
             outcome, known = self.run(part) if known is None else known, None
-            if isinstance(outcome, Returned):
-                self._passed(part, outcome.value)
+            if isinstance(outcome, list):
+                self._passed(part, outcome)
             elif isinstance(outcome, Invalid):
                 invalid = {part[position]: each for position, each in outcome.failures.items()}
                 self.failures |= invalid

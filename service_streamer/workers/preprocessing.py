@@ -34,11 +34,10 @@ from ..managed_model import ManagedModel
 from ..observe.record import BatchReport
 from ..options.table import WorkerOptions
 from ..reporting import summary
-from .mending import Invalid
+from .mending import Invalid, failures_by_position
 from .model_spec import LoadedModel, ModelSpec, check_preprocess, import_model
 from .process import ProcessTransport
 from .protocol import EXIT_START_FAILED, WorkerReady
-from .stages import invalid_outcome
 from .transport import WorkerDied, WorkerEvent
 
 logger = logging.getLogger(__name__)
@@ -232,7 +231,7 @@ class PreprocessSpec(ModelSpec):
             try:
                 return [managed.preprocess(part)]
             except InvalidItems as error:
-                return [invalid_outcome(error, len(part))]
+                return [failures_by_position(error, len(part))]
             except AttributeError as error:
                 # The usual mistake. The second is None, or a model of a user's that is wrapped.
                 if error.obj is managed or error.obj is managed.model:

@@ -41,6 +41,9 @@ from .protocol import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
     EXIT_START_FAILED,
+    FORWARD,
+    Channel,
+    DecodedBatch,
     DeviceFailure,
     Failure,
     Frame,
@@ -53,7 +56,6 @@ from .protocol import (
     encode,
 )
 from .runner import serve
-from .stages import FORWARD, Channel, DecodedBatch
 from .starting import STACKS_SIGNAL, ignore_group_signals, limit_loaded_torch
 
 if TYPE_CHECKING:
