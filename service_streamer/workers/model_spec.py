@@ -66,6 +66,7 @@ class LoadedModel:
                     self.preprocess = managed.preprocess
                 if kind.postprocess is not ManagedModel.postprocess:
                     self.postprocess = managed.postprocess
+        self.pool: Any = None  # the processes that preprocess for it, if there are any
         self.name = describe(self.postprocess or self.forward)  # what returns results
         self.may_rerun = spec.may_rerun  # items, after an error for lack of memory
         self.ceiling = Ceiling()  # how much it is given at once

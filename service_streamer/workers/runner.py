@@ -38,7 +38,7 @@ from ..gpu.transfers import StageTimer, first_value
 from ..managed_model import array_module
 from ..observe.record import BatchReport
 from ..reporting import quiet_log, summary
-from .mending import Bisection, Invalid, Outcome, OutOfMemory, at_positions
+from .mending import Bisection, Outcome, OutOfMemory, at_positions
 from .model_spec import LoadedModel, Predict, check_outputs, stacks
 from .protocol import FORWARD, INTAKE, OUTLET, Channel, Failure, Progress
 
@@ -89,6 +89,19 @@ class Job(Bisection[int]):
     fault. They raise DeviceFailed, and what ends a worker.
     """
 
+    _named = 0  # how many items are in a call, if the model knows them by their positions
+    _data: Any = None  # what the last stage made of its items
+    _trouble: Outcome | None = None  # why a stage could not, of all items
+    _failure: Failure | None = None  # why the batch failed
+    _runs = 0  # more of them, to find the calls on which the model raises
+    #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
+    _memory: weakref.ref[Any] | None = None
+    _timer: StageTimer | None = None  # measures ``forward``, until OUTLET
+    _started_at = 0.0  # when the model began with it, of the monotonic clock
+    _duration = 0.0  # of the model's code; of ``forward`` the GPU's, where it has one
+    _owners: Sequence[int] = ()  # by position the number of an item's call, once needed
+    _lengths: dict[int, float] | None = None  # of the items, once they are needed
+
     def __init__(
         self, stages: Stages, received: tuple[Any, ...], *, is_alone: bool = False
     ) -> None:
@@ -100,29 +113,23 @@ class Job(Bisection[int]):
         self.batch_id, items, failures, self._decode_again = stages.channel.decode(received)
         #: Seconds of each stage, with decoding and encoding.
         self._seconds = [time.monotonic() - began, 0.0, 0.0]
-        self._duration = 0.0  # of the model's code; of ``forward`` the GPU's, where it has one
         self._size = len(items) + len(failures)
         self._calls: int | Sequence[int] = received[3]  # as in ``Transport.send``
-        self._owners: Sequence[int] = ()  # by position the number of an item's call, once needed
         positions: Iterable[int] = range(self._size)
         super().__init__((i for i in positions if i not in failures) if failures else positions)
         self.failures = failures
-        self._decoded: dict[int, Any] = dict(zip(self.items, items, strict=True))
-        self._touched: set[int] = set()  # items that the model has had, and may have written to
-        self._lengths: dict[int, float] = {}  # of the items, once they are needed
+        self._decoded = items
+        self._positions = self.items  # of ``_decoded``; ``items`` becomes another list
+        self._touched: list[int] = []  # items that the model has had, and may have written to
         #: What ``preprocess`` made of the parts in which the batch is probably computed, mostly of
         #: one that has all.
         self._prepared: dict[tuple[int, ...], Any] = {}
-        self._named = 0  # how many items are in a call, if the model knows them by their positions
-        self._data: Any = None  # what the last stage made of its items
-        self._trouble: Outcome | None = None  # why a stage could not, of all items
-        self._failure: Failure | None = None  # why the batch failed
-        self._runs = 0  # more of them, to find the calls on which the model raises
-        #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
-        self._memory: weakref.ref[Any] | None = None
-        self._timer: StageTimer | None = None  # measures ``forward``, until OUTLET
-        self._started_at = 0.0  # when the model began with it, of the monotonic clock
-        self._take_in()
+        if items and (self._model.preprocess is not None or self._model.stack):
+            self._started_at = time.monotonic()
+            self._run(self._prepare_parts, self.items)
+            self._duration = time.monotonic() - self._started_at
+            self._seconds[INTAKE] += self._duration
+            stages.channel.check_owner()  # in a fork this thread may be the only one
         stages.at[INTAKE] = 0
 
     def saves(self, worth: float) -> bool:
@@ -136,13 +143,6 @@ class Job(Bisection[int]):
         return sum(self._seconds) - max(self._seconds) > worth
 
     # -- the stages
-
-    def _take_in(self) -> None:
-        if self.items and (self._model.preprocess is not None or self._model.stack):
-            self._started_at = time.monotonic()
-            self._run(self._prepare_parts)
-            self._spend(INTAKE, time.monotonic() - self._started_at)
-            self._stages.channel.check_owner()  # in a fork this thread may be the only one
 
     def complete(self) -> None:
         """All stages after INTAKE, in this thread."""
@@ -161,7 +161,7 @@ class Job(Bisection[int]):
         stages.launched.add(self.batch_id)
         in_parts = self._trouble is not None or len(self._prepared) > 1 or self._model.ceiling.limit
         if not in_parts:
-            self._run(self._forward)
+            self._run(self._forward, self.items)
             in_parts = self._trouble is not None
         if in_parts and self.items:
             self._compute_in_parts()
@@ -173,14 +173,16 @@ class Job(Bisection[int]):
         """OUTLET. False: the batch goes back to ``compute``, in parts."""
         stages = self._stages
         stages.at[OUTLET] = self.batch_id + 1
-        if self._timer is not None:
-            self._spend(FORWARD, self._timer.seconds())
+        forward = 0.0 if self._timer is None else self._timer.seconds()
         began = time.monotonic()
         if self.items:
-            self._run(self._results_apart if is_overlapped else self._results)
+            self._run(self._results_apart if is_overlapped else self._results, self.items)
             if self._trouble is None:
                 self.items = []
-        self._spend(OUTLET, time.monotonic() - began)
+        outlet = time.monotonic() - began
+        self._seconds[FORWARD] += forward
+        self._seconds[OUTLET] += outlet
+        self._duration += forward + outlet
         self._timer = None
         stages.launched.discard(self.batch_id)
         is_finished = not self.items
@@ -188,10 +190,6 @@ class Job(Bisection[int]):
             self._answer(has_stages=is_overlapped or stages.has_stages)
         stages.at[OUTLET] = 0
         return is_finished
-
-    def _spend(self, stage: int, seconds: float) -> None:
-        self._duration += seconds
-        self._seconds[stage] += seconds
 
     def _answer(self, *, has_stages: bool) -> None:
         channel, report = self._stages.channel, self.report()
@@ -211,7 +209,7 @@ class Job(Bisection[int]):
         released with it.
         """
         model, outputs, failures = self._model, self._data or [], self.failures
-        self._decoded, self._prepared, self.results = {}, {}, {}
+        self._decoded, self._prepared, self.results = [], {}, {}
         self._data = self._decode_again = None
         padding = None
         if self._failure is not None:
@@ -236,35 +234,28 @@ class Job(Bisection[int]):
 
     # -- what the model is called for; a model with ``stack`` for each array by itself
 
-    def _run(self, stage: Callable[[list[int]], Any]) -> None:
-        """Run a stage of the whole batch."""
-        self._trouble = self._attempt(stage, self.items)
-        if self._trouble is not None:
-            self._prepared.clear()
-
-    def _attempt(
-        self, stage: Callable[[list[int]], Any], part: list[int]
-    ) -> Invalid | OutOfMemory | Failure | None:
-        """Call the model for a batch, or a part of it. Returns why there is no ``_data`` of it.
+    def _run(self, stage: Callable[[list[int]], Any], part: list[int]) -> None:
+        """Call the model for a batch, or a part of it: ``_trouble`` is why there is no ``_data``.
 
         If it raises, and no calls at fault are to be found, the whole batch fails. A batch that
         nobody waits for any more goes no further.
         """
         progress = self._stages.progress
+        self._trouble = None
         try:
             if progress.unwanted[0]:  # some were so far
                 progress.check_wanted(self.batch_id)
             self._data = stage(part)
-            return None
+            return
         except BaseException as error:
-            outcome = self._model.outcome_of(error, self.batch_id, self._named)
-        self._data = None
-        if isinstance(outcome, Failure) and (
+            trouble = self._model.outcome_of(error, self.batch_id, self._named)
+        self._trouble, self._data = trouble, None
+        self._prepared.clear()
+        if isinstance(trouble, Failure) and (
             not self._calls or progress.is_unwanted(self.batch_id)
         ):
-            self._failure = outcome
+            self._failure = trouble
             self.drop(self.items)
-        return outcome
 
     def _prepare_parts(self, items: list[int]) -> None:
         """Preprocess those parts of the batch that probably fit into memory."""
@@ -276,11 +267,14 @@ class Job(Bisection[int]):
             start += len(part)
 
     def _prepare(self, part: list[int]) -> Any:
-        if self._decode_again and not self._touched.isdisjoint(part):
+        if self._touched and self._decode_again and not set(self._touched).isdisjoint(part):
             data: Any = [*map(self._decode_again, part)]
+        elif len(part) == len(self._decoded):
+            data = [*self._decoded]
         else:
-            data = [self._decoded[position] for position in part]
-        self._touched.update(part)
+            decoded = dict(zip(self._positions, self._decoded, strict=True))
+            data = [decoded[position] for position in part]
+        self._touched += part
         if self._model.stack:
             data = stacks(data, self._model.view)
         if self._model.preprocess is None:
@@ -290,8 +284,11 @@ class Job(Bisection[int]):
 
     def _forward(self, part: list[int]) -> Any:
         """Preprocess, if that is not done, and compute."""
-        self._named, key = len(part), tuple(part)
-        data = self._prepared.pop(key) if key in self._prepared else self._prepare(part)
+        self._named = len(part)
+        if self._prepared and tuple(part) in self._prepared:
+            data = self._prepared.pop(tuple(part))
+        else:
+            data = self._prepare(part)
         if self._stages.has_stages:
             self._named = 0  # preprocess may have changed their positions
         return self._through(self._model.forward, data)
@@ -337,7 +334,7 @@ class Job(Bisection[int]):
         """Compute it in as many runs as it takes."""
         model, known = self._model, self._trouble
         self._stages.channel.last_sign_at = self._started_at  # the run before took its time, too
-        self._lengths = {}  # another batch may have found since that they are unknown
+        self._lengths = None  # another batch may have found since that they are unknown
         lengths = self._lengths_of(self.items)
         model.ceiling.begin(lengths)
         part = self.next_part()
@@ -363,8 +360,8 @@ class Job(Bisection[int]):
 
     def run(self, part: list[int]) -> Outcome:
         self._stages.channel.sign_of_life()
-        trouble = self._attempt(self._compute_part, part)
-        return self._data if trouble is None else trouble
+        self._run(self._compute_part, part)
+        return self._data if self._trouble is None else self._trouble
 
     def _compute_part(self, part: list[int]) -> list[Any]:
         """All stages."""
@@ -384,9 +381,9 @@ class Job(Bisection[int]):
 
     def _lengths_of(self, items: list[int]) -> list[float]:
         """Call it before the ceiling is used: if lengths turn out unknown, that is replaced."""
-        if not self._lengths:
-            lengths = self._model.lengths([*self._decoded.values()])
-            self._lengths = dict(zip(self._decoded, lengths, strict=True))
+        if self._lengths is None:
+            lengths = self._model.lengths(self._decoded)
+            self._lengths = dict(zip(self._positions, lengths, strict=True))
         return [self._lengths[position] for position in items]
 
 

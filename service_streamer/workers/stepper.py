@@ -121,6 +121,57 @@ class StepRequest:
         )
 
 
+#: Calls the model with these: a result for each. And gives some up, if it lacks memory for these.
+_Function = Callable[[list[StepRequest]], list[Any]]
+_RanOut = Callable[["_Together", list[StepRequest], Failure], None]
+
+
+class _Together(Bisection[StepRequest]):
+    """Items with which the model is called together."""
+
+    def __init__(
+        self,
+        stepper: _Stepper,
+        requests: list[StepRequest],
+        function: _Function,
+        ran_out: _RanOut,
+    ) -> None:
+        super().__init__(requests)
+        self._stepper, self._function, self._ran_out = stepper, function, ran_out
+        stepper.channel.last_sign_at = time.monotonic()
+
+    def run(self, part: list[StepRequest]) -> Outcome:
+        stepper, size = self._stepper, len(part)
+        at = slice(FORWARD, FORWARD + size)
+        stepper.channel.sign_of_life()
+        stepper.progress[at] = array("q", [request.batch_id + 1 for request in part])
+        try:
+            outcome: Outcome = self._function(part)
+        except BaseException as error:
+            outcome = stepper.model.outcome_of(error, part[0].batch_id, size)
+            if isinstance(error, InvalidItems) and isinstance(outcome, Failure):
+                # It names an item that does not exist. The text quotes no item, so all may read it.
+                outcome = Invalid(dict.fromkeys(range(size), outcome))
+        stepper.progress[at] = array("q", [0] * size)  # not if the worker ends: they are to blame
+        stepper.channel.check_owner()
+        return outcome
+
+    def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
+        self._ran_out(self, part, failure)
+        release_memory()  # only now: where it was raised, frames still held tensors
+
+    def outcomes(self) -> dict[StepRequest, Any]:
+        """Call the model; the results. Those without one have failed, or start again."""
+        self.run_all(may_rerun=self._stepper.model.may_rerun)
+        for request, failure in self.failures.items():
+            request.failure = failure
+        return self.results
+
+    def fail(self, items: Iterable[StepRequest], failure: Failure) -> None:
+        requests = [*items]
+        super().fail(requests, _shared(failure) if len(requests) > 1 else failure)
+
+
 def serve_steps(channel: Channel, model: LoadedModel, progress: Progress) -> None:
     """Take steps until the channel says to end; see ``serve``.
 
@@ -153,7 +204,7 @@ class _Stepper:
             model.places, model.max_cost, new_cost=None if self._has_costs else 1.0
         )
         self._awaits_end = False  # nothing starts before an item is over: they cost too much
-        self._progress = progress.stages
+        self.progress = progress.stages
         self._report = StepReport()
         self._sent_at = time.monotonic()
         self._has_worked = False  # in the last round, or something has come since
@@ -226,7 +277,9 @@ class _Stepper:
         chosen = [self.deck.popleft() for _ in range(count)]
         self._has_worked = True
         began = time.monotonic()
-        for request, state in self._results_of(chosen, self._call_start, self._unstart).items():
+        for request, state in (
+            _Together(self, chosen, self._call_start, self._unstart).outcomes().items()
+        ):
             request.state = state
         now = time.monotonic()
         started = [each for each in chosen if each.state is not NO_STATE]
@@ -259,7 +312,9 @@ class _Stepper:
         size = len(self.running)
         report.size = len(running)
         began = time.monotonic()
-        for request, pair in self._results_of(running, self._call_step, self._unstep).items():
+        for request, pair in (
+            _Together(self, running, self._call_step, self._unstep).outcomes().items()
+        ):
             output, request.is_done = pair
             if output is not None:
                 request.outputs.append(output)
@@ -280,19 +335,6 @@ class _Stepper:
         self._finish(over)
         if over:  # as many have run until one was done
             admission.places.fitted([1] * size)
-
-    def _results_of(
-        self,
-        requests: list[StepRequest],
-        function: Callable[[list[StepRequest]], list[Any]],
-        ran_out: Callable[[_Together, list[StepRequest], Failure], None],
-    ) -> dict[StepRequest, Any]:
-        """Call the model. Those without a result have failed, or start again."""
-        together = _Together(self, requests, function, ran_out)
-        together.run_all(may_rerun=self.model.may_rerun)
-        for request, failure in together.failures.items():
-            request.failure = failure
-        return together.results
 
     def _look_at_costs(self, requests: Sequence[StepRequest]) -> None:
         """Ask what the states cost now."""
@@ -427,53 +469,8 @@ class _Stepper:
 
     def _call_alone(self, request: StepRequest, function: Callable[[], Any]) -> Any:
         """Call the model for one item; if it raises, the item has failed, and None is returned."""
-        return self._results_of([request], lambda _: [function()], _Together.fail).get(request)
-
-    def call(
-        self, function: Callable[[list[StepRequest]], list[Any]], requests: list[StepRequest]
-    ) -> Outcome:
-        """Call the model with these. Raises what ends the worker."""
-        self._write_progress([request.batch_id + 1 for request in requests])
-        try:
-            outcome: Outcome = function(requests)
-        except BaseException as error:
-            outcome = self.model.outcome_of(error, requests[0].batch_id, len(requests))
-            if isinstance(error, InvalidItems) and isinstance(outcome, Failure):
-                # It names an item that does not exist. The text quotes no item, so all may read it.
-                outcome = Invalid(dict.fromkeys(range(len(requests)), outcome))
-        self._write_progress([0] * len(requests))  # not if the worker ends: they are to blame
-        self.channel.check_owner()
-        return outcome
-
-    def _write_progress(self, numbers: list[int]) -> None:
-        self._progress[FORWARD : FORWARD + len(numbers)] = array("q", numbers)
-
-
-class _Together(Bisection[StepRequest]):
-    """Items with which the model is called together."""
-
-    def __init__(
-        self,
-        stepper: _Stepper,
-        requests: list[StepRequest],
-        function: Callable[[list[StepRequest]], list[Any]],
-        ran_out: Callable[[_Together, list[StepRequest], Failure], None],
-    ) -> None:
-        super().__init__(requests)
-        self._stepper, self._function, self._ran_out = stepper, function, ran_out
-        stepper.channel.last_sign_at = time.monotonic()
-
-    def run(self, part: list[StepRequest]) -> Outcome:
-        self._stepper.channel.sign_of_life()
-        return self._stepper.call(self._function, part)
-
-    def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
-        self._ran_out(self, part, failure)
-        release_memory()  # only now: where it was raised, frames still held tensors
-
-    def fail(self, items: Iterable[StepRequest], failure: Failure) -> None:
-        requests = [*items]
-        super().fail(requests, _shared(failure) if len(requests) > 1 else failure)
+        alone = _Together(self, [request], lambda _: [function()], _Together.fail)
+        return alone.outcomes().get(request)
 
 
 class _Admission:
