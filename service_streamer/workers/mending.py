@@ -18,10 +18,8 @@ calls, of which half raise. Group testing is cheapest there.
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -295,32 +293,3 @@ def _within(limit: float, lengths: Sequence[float]) -> int:
         if (count + 1) * longest > limit:
             return max(count, 1)
     return len(lengths)
-
-
-#: Maximum bytes of a pickled length function, which may drag a whole tokenizer along. Arbitrary.
-_LARGEST = 1 << 20
-
-
-class Measure:
-    """A length function on its way to workers, for their ceilings. Belongs to one thread there.
-
-    It is unpickled only when a batch has run out of memory: a function that the worker cannot
-    import must not keep it from starting. One that does not pickle, or is too large, does not go
-    there: what is left of it raises.
-    """
-
-    def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes = b"") -> None:
-        self._function = function
-        self._pickled = pickled
-
-    def __call__(self, item: Any) -> Any:
-        if self._function is None:
-            self._function = pickle.loads(self._pickled)
-        return self._function(item)
-
-    def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes]]:
-        pickled = self._pickled
-        if self._function is not None:
-            with contextlib.suppress(Exception, SystemExit):
-                pickled = pickle.dumps(self._function, pickle.HIGHEST_PROTOCOL)
-        return Measure, (None, pickled if len(pickled) <= _LARGEST else b"")

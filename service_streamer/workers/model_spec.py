@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import operator
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from ..managed_model import ManagedModel, array_module, find_length, has_stages,
 from ..options.checks import is_sequence
 from ..reporting import quiet_log
 from .codec import Codec
-from .mending import Ceiling, Invalid, Measure, OutOfMemory, at_positions, failures_by_position
+from .mending import Ceiling, Invalid, OutOfMemory, at_positions, failures_by_position
 from .protocol import Failure
 
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
@@ -28,6 +29,9 @@ if TYPE_CHECKING:  # workers need no options, and would import the whole table a
 _log = quiet_log(__name__)
 
 Predict = Callable[[Any], Any]
+
+#: Maximum bytes of a pickled length function. Arbitrary.
+_LARGEST_MEASURE = 1 << 20
 
 #: Returns the memory at (address, size) if it is in use in one block; else None.
 View = Callable[[int, int], memoryview | None]
@@ -87,7 +91,10 @@ class LoadedModel:
         """What the items cost: 1 each where that is not known."""
         if self.length is not None:
             with contextlib.suppress(Exception, SystemExit):  # raised by the user's function
-                lengths = [float(self.length(item)) for item in items]
+                length: Any = self.length
+                if isinstance(length, bytes):
+                    length = self.length = pickle.loads(length)
+                lengths = [float(length(item)) for item in items]
                 if all(0 <= length < float("inf") for length in lengths):
                     return lengths
             self.length, self.ceiling = None, Ceiling()  # what was learned is in another unit
@@ -166,7 +173,8 @@ class ModelSpec:
     may_rerun: bool = True
     codec: Codec | None = None  # of items and results on their way; None pickles them
     has_lengths: bool = False  # whether the web process knows what items cost
-    measure: Measure | None = None  # how, if it is not the model's class that says it
+    #: How, if it is not the model's class that says it; pickled in a worker process.
+    measure: Callable[[Any], Any] | bytes | None = None
     preprocess_options: WorkerOptions | None = None  # of preprocess processes; None for none
     batch_size: int = 1  # how many states a model of steps has at once
     max_batch_cost: float = math.inf  # of these together
@@ -174,6 +182,22 @@ class ModelSpec:
     def __post_init__(self) -> None:
         # Copies: a worker that is started again loads the model as the first one did.
         self.args, self.kwargs = tuple(self.args), dict(self.kwargs or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to a worker, with the length function pickled by itself.
+
+        It is unpickled only when a batch has run out of memory: a function that the worker cannot
+        import must not keep it from starting. One that does not pickle, or is too large since it
+        drags a whole tokenizer along, does not go there.
+        """
+        state = self.__dict__.copy()
+        if callable(self.measure):
+            state["measure"] = b""
+            with contextlib.suppress(Exception, SystemExit):
+                pickled = pickle.dumps(self.measure, pickle.HIGHEST_PROTOCOL)
+                if len(pickled) <= _LARGEST_MEASURE:
+                    state["measure"] = pickled
+        return state
 
     def load(self, gpu_id: int | str | None) -> LoadedModel:
         """The model, ready to ``serve``. Raises whatever importing and loading raise."""
@@ -208,7 +232,7 @@ class ModelSpec:
             )
         return LoadedModel(self, model)
 
-    def length_of(self, managed: ManagedModel | None) -> Callable[[Any], Any] | None:
+    def length_of(self, managed: ManagedModel | None) -> Callable[[Any], Any] | bytes | None:
         """How a worker finds out what an item costs; None where each counts one."""
         if self.measure is None and self.has_lengths and find_length(type(managed)) is not None:
             return getattr(managed, "length", None)

@@ -89,6 +89,7 @@ class Job(Bisection[int]):
     fault. They raise DeviceFailed, and what ends a worker.
     """
 
+    is_alone = False  # no other batch was in the worker when it came
     _named = 0  # how many items are in a call, if the model knows them by their positions
     _data: Any = None  # what the last stage made of its items
     _trouble: Outcome | None = None  # why a stage could not, of all items
@@ -102,12 +103,9 @@ class Job(Bisection[int]):
     _owners: Sequence[int] = ()  # by position the number of an item's call, once needed
     _lengths: dict[int, float] | None = None  # of the items, once they are needed
 
-    def __init__(
-        self, stages: Stages, received: tuple[Any, ...], *, is_alone: bool = False
-    ) -> None:
+    def __init__(self, stages: Stages, received: tuple[Any, ...]) -> None:
         """INTAKE, of what the channel has received."""
         self._stages, self._model = stages, stages.model
-        self.is_alone = is_alone  # no other batch was in the worker when it came
         stages.at[INTAKE] = received[0] + 1
         began = time.monotonic()
         self.batch_id, items, failures, self._decode_again = stages.channel.decode(received)
@@ -530,11 +528,13 @@ class _Overlap:
         while True:
             self._room.acquire()
             self._received = received = stages.channel.receive()
+            is_alone = taken == self._answered
             is_useless = self._useless > _USELESS or stages.model.keeps_outputs
             if received is None or is_useless or self._has_failed:
                 return
-            job = Job(stages, received, is_alone=taken == self._answered)
+            job = Job(stages, received)
             self._received = received = None
+            job.is_alone = is_alone
             taken += 1
             self._prepared.put(job)
             del job

@@ -7,7 +7,7 @@
 
     taken up ──▶ on deck ── start ──▶ running ── end ──▶ over
                  (first in,    ▲        │
-                  first out)   └────────┘ put_back: its state is given up, and it starts again
+                  first out)   └────────┘ evicted: its state is given up, and it starts again
 
 What is put back goes before the others on deck. Of those that can start again the last that began
 is given up first, so that some always get to their end. All is in the thread that loaded the model.
@@ -51,8 +51,8 @@ from .protocol import DROP, FORWARD, HOLD, RESUME, SIGN_OF_LIFE, Channel, Failur
 
 _log = quiet_log(__name__)
 
-#: Of an item that does not run. A model's own states may be anything, and None, too.
-NO_STATE: Any = object()
+#: In place of a state, or of an item. Those of users may be anything, and None, too.
+NOTHING: Any = object()
 
 #: Before each step, as many items start as take this many steps' time.
 #: Chosen by reasoning: outputs then come at half their pace at worst while items start, and where a
@@ -78,13 +78,12 @@ class StepRequest:
     """One item: what its caller wants, and how far it is."""
 
     batch_id: int  # of the batch, which it is alone
-    item: Any  # until it cannot start again
+    item: Any  # until it cannot start again, since its caller has seen outputs
     is_stream: bool = False  # its outputs go out as they come; otherwise joined, at its end
     is_held: bool = False  # it rests: its consumer is behind
-    may_restart: bool = True  # unseen by its caller
     is_done: bool = False
     failure: Failure | None = None
-    state: Any = NO_STATE  # of the model
+    state: Any = NOTHING  # of the model
     cost: float = 1.0  # of the state
     first_cost: float = 1.0  # the same, when it started
     outputs: list[Any] = field(default_factory=list)  # all so far; of a stream those of this step
@@ -97,13 +96,9 @@ class StepRequest:
         """Whether it is done or has failed."""
         return self.is_done or self.failure is not None
 
-    def let_go_of_item(self) -> None:
-        """It does not start again."""
-        self.may_restart, self.item = False, None
-
     def report(self, result: Any, now: float, ceiling: float) -> BatchReport:
         """What became of it."""
-        self.item = None
+        self.item = NOTHING
         started_at = min(self.started_at, now)
         output_times: tuple[float, float | None, float | None] | None = None
         if self.times:
@@ -277,19 +272,19 @@ class _Stepper:
         chosen = [self.deck.popleft() for _ in range(count)]
         self._has_worked = True
         began = time.monotonic()
-        for request, state in (
-            _Together(self, chosen, self._call_start, self._unstart).outcomes().items()
-        ):
+        states = _Together(self, chosen, self._call_start, self._unstart).outcomes()
+        for request, state in states.items():
             request.state = state
         now = time.monotonic()
-        started = [each for each in chosen if each.state is not NO_STATE]
-        self._put_back([each for each in chosen if each.failure is None and each.state is NO_STATE])
+        started = [each for each in chosen if each.state is not NOTHING]
+        waiting = [each for each in chosen if each.failure is None and each.state is NOTHING]
+        self.deck.extendleft(reversed(waiting))
         self._look_at_costs(started)
         for request in started:
             request.started_at = min(request.started_at, began)
             request.first_cost = request.cost
             if not self.model.may_rerun:
-                request.let_go_of_item()
+                request.item = NOTHING
         self.running += started
         admission.learn_start(started, now - began if len(started) == count else None)
         report.started += len(started)
@@ -298,10 +293,8 @@ class _Stepper:
 
     def step(self) -> None:
         """Take a step with all that run, and end those that are done or have failed."""
-        admission, report = self._admission, self._report
-        while (
-            len(self.running) > 1 and sum(each.cost for each in self.running) > self.model.max_cost
-        ):
+        admission, report, max_cost = self._admission, self._report, self.model.max_cost
+        while len(self.running) > 1 and sum(each.cost for each in self.running) > max_cost:
             self._awaits_end = True
             if not self._evict(self.running):
                 break
@@ -312,9 +305,8 @@ class _Stepper:
         size = len(self.running)
         report.size = len(running)
         began = time.monotonic()
-        for request, pair in (
-            _Together(self, running, self._call_step, self._unstep).outcomes().items()
-        ):
+        pairs = _Together(self, running, self._call_step, self._unstep).outcomes()
+        for request, pair in pairs.items():
             output, request.is_done = pair
             if output is not None:
                 request.outputs.append(output)
@@ -329,7 +321,7 @@ class _Stepper:
             elif request.outputs:
                 (report.outputs[request.batch_id],) = request.outputs
                 request.outputs = []
-                request.let_go_of_item()
+                request.item = NOTHING
         self._look_at_costs([each for each in self.running if not each.is_over])
         over = [each for each in self.running if each.is_over]
         self._finish(over)
@@ -403,24 +395,19 @@ class _Stepper:
 
     def _evict(self, among: Sequence[StepRequest]) -> StepRequest | None:
         """Put back the last that began of these, and can start again; None if there is none."""
-        youngest = next((each for each in reversed(among) if each.may_restart), None)
+        youngest = next((each for each in reversed(among) if each.item is not NOTHING), None)
         if youngest is not None:
             self._report.evicted += 1
             self.running.remove(youngest)
             self._give_up_state(youngest)
-            self._put_back([youngest])
+            youngest.outputs = []
+            self.deck.appendleft(youngest)
         return youngest
-
-    def _put_back(self, requests: list[StepRequest]) -> None:
-        """Before the others on deck, in this order. They have no state."""
-        for request in requests:
-            request.outputs = []
-        self.deck.extendleft(reversed(requests))
 
     def _give_up_state(self, request: StepRequest) -> None:
         """Release the state, if there is one."""
-        state, request.state = request.state, NO_STATE
-        if state is not NO_STATE:
+        state, request.state = request.state, NOTHING
+        if state is not NOTHING:
             self._release(state)
 
     def _release(self, state: Any) -> None:
