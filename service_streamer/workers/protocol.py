@@ -457,11 +457,7 @@ class Channel(ABC):
         return *received[:3], None
 
     def encode(self, report: BatchReport | StepReport) -> None:  # noqa: B027 - optional
-        """Make the outputs ready to travel.
-
-        One of a batch that cannot becomes a failure of its position. A stream of which an output
-        cannot is then among those that are over.
-        """
+        """Make the outputs ready to travel. An item fails, or its stream, whose output cannot."""
 
     def check_owner(self) -> None:  # noqa: B027
         """End a process that the model has forked and that came back from the model."""

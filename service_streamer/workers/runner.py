@@ -82,14 +82,10 @@ class Stages:
 class Job(Bisection[int]):
     """One batch on its way through the stages, its items by their positions.
 
-    Belongs to one stage at a time. Its first run is of all items, and each stage may be in another
-    thread. If that fails, or is too large, a part at a time goes through all stages.
-
-    No stage raises what a model raises: that becomes the failure of the batch, or of the calls at
-    fault. They raise DeviceFailed, and what ends a worker.
+    Belongs to one stage at a time. No stage raises what a model raises: that becomes the failure of
+    the batch, or of the calls at fault. They raise DeviceFailed, and what ends a worker.
     """
 
-    is_alone = False  # no other batch was in the worker when it came
     _named = 0  # how many items are in a call, if the model knows them by their positions
     _data: Any = None  # what the last stage made of its items
     _trouble: Outcome | None = None  # why a stage could not, of all items
@@ -157,11 +153,10 @@ class Job(Bisection[int]):
         self._started_at = self._started_at or time.monotonic()
         self._timer = StageTimer()
         stages.launched.add(self.batch_id)
-        in_parts = self._trouble is not None or len(self._prepared) > 1 or self._model.ceiling.limit
-        if not in_parts:
+        is_whole = len(self._prepared) < 2 and not self._model.ceiling.limit
+        if is_whole and self._trouble is None:
             self._run(self._forward, self.items)
-            in_parts = self._trouble is not None
-        if in_parts and self.items:
+        if self.items and (self._trouble is not None or not is_whole):
             self._compute_in_parts()
         self._timer.stop()
         stages.channel.check_owner()  # in a fork no other thread would answer
@@ -449,7 +444,7 @@ class _Overlap:
         #: For the outlet, which ends at None.
         self._computed: SimpleQueue[Job | None] = SimpleQueue()
         self._room = threading.Semaphore(_MOST_BATCHES)
-        self._answered = 0  # batches
+        self._taken = self._answered = 0  # batches
         self._useless = 0  # of those, in a row until now
         self._received: tuple[Any, ...] | None = None  # the batch with which ``serve`` goes on
         self._has_failed = False  # no batch is received any more
@@ -524,27 +519,26 @@ class _Overlap:
 
     def _take_batches(self) -> None:
         """Until the channel says to end, or overlap is of no use."""
-        stages, taken = self._stages, 0
+        stages = self._stages
         while True:
             self._room.acquire()
             self._received = received = stages.channel.receive()
-            is_alone = taken == self._answered
             is_useless = self._useless > _USELESS or stages.model.keeps_outputs
             if received is None or is_useless or self._has_failed:
                 return
+            self._taken += 1
             job = Job(stages, received)
             self._received = received = None
-            job.is_alone = is_alone
-            taken += 1
             self._prepared.put(job)
             del job
 
     def _send_batches(self) -> None:
         """Until this thread says to end."""
         while (job := self._computed.get()) is not None:
+            is_alone = self._taken - self._answered == 1
             if job.finish(is_overlapped=True):
                 self._answered += 1
-                is_of_use = job.saves(_WORTH) and not job.is_alone
+                is_of_use = job.saves(_WORTH) and not is_alone
                 self._useless = 0 if is_of_use else self._useless + 1
                 self._room.release()
             else:

@@ -228,7 +228,12 @@ class _Stepper:
         if failures:
             request.failure = next(iter(failures.values()))
         elif len(items) > 1:  # outputs, handed out by another worker, which was lost
-            self._resume(request, items[1:])
+            resume = getattr(self.managed, "resume", None)
+            if resume is None:  # what sent it could not know yet
+                text = "the process that held the stream died after outputs of it were handed out"
+                request.failure = Failure(WorkerLost(f"{text}, and the model has no resume"))
+            else:
+                request.item = self._call_alone(request, lambda: resume(items[0], items[1:]))
         if request.failure is None:
             self.deck.append(request)
         else:
@@ -434,15 +439,6 @@ class _Stepper:
         pairs = check_pairs(self.model, found, len(requests))
         self.model.guard.row = 0
         return pairs
-
-    def _resume(self, request: StepRequest, outputs: list[Any]) -> None:
-        """Have the item go on where these outputs ended; or it has a failure."""
-        item, resume = request.item, getattr(self.managed, "resume", None)
-        if resume is None:  # what sent it could not know yet
-            text = "the process that held the stream died after outputs of it were handed out"
-            request.failure = Failure(WorkerLost(f"{text}, and the model has no resume"))
-        else:
-            request.item = self._call_alone(request, lambda: resume(item, outputs))
 
     def _join_outputs(self, request: StepRequest) -> Any:
         """The result of an item that is done; if there is none it has failed."""

@@ -129,15 +129,11 @@ class CodedChannel(Channel):
                 failed = self.codec.refuse_item(error, self.advise(error))
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        decode_again: Callable[[int], Any] | None = None
-        if len(payloads) > 1:
-            kept = [*payloads]
-
-            def decode_again(position: int) -> Any:
-                return self.codec.decode_again(kept[position])
-
+        kept = [*payloads]
         payloads.clear()  # or blocks would be kept until the next batch
-        return batch_id, items, failures, decode_again
+        if len(kept) == 1:
+            return batch_id, items, failures, None
+        return batch_id, items, failures, lambda at: self.codec.decode_again(kept[at])
 
     def encode(self, report: BatchReport | StepReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
