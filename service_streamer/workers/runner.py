@@ -535,10 +535,9 @@ class _Overlap:
     def _send_batches(self) -> None:
         """Until this thread says to end."""
         while (job := self._computed.get()) is not None:
-            is_alone = self._taken - self._answered == 1
             if job.finish(is_overlapped=True):
+                is_of_use = job.saves(_WORTH) and self._taken - self._answered > 1
                 self._answered += 1
-                is_of_use = job.saves(_WORTH) and not is_alone
                 self._useless = 0 if is_of_use else self._useless + 1
                 self._room.release()
             else:

@@ -391,8 +391,7 @@ class _Stepper:
         elif self.model.may_rerun and len(part) > 1:
             together.shrink(part)
             # The youngest next: if they fail the others have more.
-            left = set(together.items)
-            together.reorder(each for each in reversed(self.running) if each in left)
+            together.reorder(sorted(together.items, key=self.running.index, reverse=True))
         else:
             together.fail(part, failure)
             for request in part:
