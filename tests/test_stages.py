@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from serve_process import until
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.record import Call
@@ -405,24 +406,14 @@ def test_memory_is_known_to_be_the_models_also_after_a_batch_in_parts(from_call:
 # -- errors
 
 
-class Queued(Batches):
-    """As that of a thread: what was sent comes before the interruption."""
-
-    def interrupt(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("kind", [Batches, Queued])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_worker_ends_after_the_batches_before_and_none_behind(
-    stage: str, kind: type[Batches]
-) -> None:
+def test_a_worker_ends_after_the_batches_before_and_none_behind(stage: str) -> None:
     after = ([number] for number in range(6))
-    channel = kind([1], [2], [(stage, "exit")], *after, together=True)
+    channel = Batches([1], [2], [(stage, "exit")], *after, together=True)
     with pytest.raises(SystemExit):
         channel.serve(loaded(Staged), ticking())
     assert [report.batch_id for report in channel.reports][:2] == [0, 1]
-    assert not worker_threads()
+    until(lambda: not worker_threads())
 
 
 def test_an_answer_that_comes_after_the_end_of_its_worker_is_too_late(

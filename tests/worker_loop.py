@@ -57,10 +57,9 @@ class Batches(Channel):
         self._calls = calls
         self.reports: list[BatchReport] = []
         self.signs = 0  # that it has not hung
-        self.is_interrupted = False
 
     def receive(self) -> tuple[Any, ...] | None:
-        if not self._batches or self.is_interrupted:
+        if not self._batches:
             return None
         number, items = self._batches.pop(0)
         return number, items, dict(self._failures), self._calls
@@ -73,10 +72,6 @@ class Batches(Channel):
             self.reports.append(report)
         else:
             self.signs += 1
-
-    def interrupt(self) -> bool:
-        self.is_interrupted = True
-        return True
 
     @property
     def by_batch(self) -> list[BatchReport]:

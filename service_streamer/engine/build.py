@@ -21,7 +21,6 @@ from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions, WorkerOptions
 from ..supervision.health import BatchBound
 from ..workers.codec import Codec
-from ..workers.mending import Measure
 from ..workers.model_spec import ModelSpec, check_model, check_preprocess, describe
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
@@ -176,7 +175,7 @@ def make_spec(
         may_rerun=options.retry,
         codec=codec,
         has_lengths=lengths is not None,
-        measure=None if length is None else Measure(length),
+        measure=length,
         preprocess_options=_preprocess_options(options),
         batch_size=options.batch_size,
         max_batch_cost=math.inf if options.max_batch_cost is None else options.max_batch_cost,

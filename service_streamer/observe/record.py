@@ -234,7 +234,7 @@ _NO_FAILURES: dict[int, Any] = {}
 
 
 #: The names of a worker's stages for users, who know the methods of their models. Decoding counts
-#: as preprocess, encoding as postprocess, and ``predict`` as forward; see ``workers.stages``.
+#: as preprocess, encoding as postprocess, and ``predict`` as forward; see ``workers.runner``.
 STAGES = ("preprocess", "forward", "postprocess")
 
 

@@ -12,11 +12,11 @@ from ..workers.model_spec import (
     ModelSpec,
     View,
     Wrapper,
+    check_outputs,
     check_preprocess,
     import_model,
     stacks,
 )
-from ..workers.stages import check_outputs
 from .requests import has_arrays, plain, with_arrays
 from .tasks import parse_item
 

@@ -18,10 +18,8 @@ calls, of which half raise. Group testing is cheapest there.
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -30,12 +28,6 @@ from ..errors import BadModelOutput, InvalidItems
 from .protocol import Failure
 
 T = TypeVar("T")
-
-
-class Returned(NamedTuple):
-    """What the model returned."""
-
-    value: Any
 
 
 class Invalid(NamedTuple):
@@ -50,8 +42,9 @@ class OutOfMemory(NamedTuple):
     failure: Failure
 
 
-#: What became of a run. A Failure is what the model raised.
-Outcome: TypeAlias = Returned | Invalid | OutOfMemory | Failure
+#: What became of a run: a result for each item, or why there is none. A Failure is what the model
+#: raised.
+Outcome: TypeAlias = list[Any] | Invalid | OutOfMemory | Failure
 
 
 def by_position(invalid: InvalidItems, positions: Sequence[int]) -> dict[int, Exception]:
@@ -63,6 +56,12 @@ def by_position(invalid: InvalidItems, positions: Sequence[int]) -> dict[int, Ex
             f"{len(positions)}: positions count from 0"
         )
     return {positions[i]: error for i, error in invalid.errors.items()}
+
+
+def failures_by_position(invalid: InvalidItems, size: int) -> Invalid:
+    """What follows for the items of a call with so many. Raises BadModelOutput: it has no such."""
+    errors = by_position(invalid, range(size))
+    return Invalid({position: Failure.caught(error) for position, error in errors.items()})
 
 
 @contextmanager
@@ -114,8 +113,8 @@ class Bisection(ABC, Generic[T]):
             part = self.next_part()
             runs += has_raised
             outcome, known = self.run(part) if known is None else known, None
-            if isinstance(outcome, Returned):
-                self._passed(part, outcome.value)
+            if isinstance(outcome, list):
+                self._passed(part, outcome)
             elif isinstance(outcome, Invalid):
                 invalid = {part[position]: each for position, each in outcome.failures.items()}
                 self.failures |= invalid
@@ -294,32 +293,3 @@ def _within(limit: float, lengths: Sequence[float]) -> int:
         if (count + 1) * longest > limit:
             return max(count, 1)
     return len(lengths)
-
-
-#: Maximum bytes of a pickled length function, which may drag a whole tokenizer along. Arbitrary.
-_LARGEST = 1 << 20
-
-
-class Measure:
-    """A length function on its way to workers, for their ceilings. Belongs to one thread there.
-
-    It is unpickled only when a batch has run out of memory: a function that the worker cannot
-    import must not keep it from starting. One that does not pickle, or is too large, does not go
-    there: what is left of it raises.
-    """
-
-    def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes = b"") -> None:
-        self._function = function
-        self._pickled = pickled
-
-    def __call__(self, item: Any) -> Any:
-        if self._function is None:
-            self._function = pickle.loads(self._pickled)
-        return self._function(item)
-
-    def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes]]:
-        pickled = self._pickled
-        if self._function is not None:
-            with contextlib.suppress(Exception, SystemExit):
-                pickled = pickle.dumps(self._function, pickle.HIGHEST_PROTOCOL)
-        return Measure, (None, pickled if len(pickled) <= _LARGEST else b"")

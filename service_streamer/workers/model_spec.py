@@ -8,15 +8,20 @@ import json
 import logging
 import math
 import operator
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..gpu.device_errors import Guard, Named, check_named
+from ..errors import BadModelOutput, InvalidItems
+from ..gpu.device_errors import Guard, Named, check_named, is_out_of_memory
+from ..gpu.transfers import OnHost, results_on_host
 from ..managed_model import ManagedModel, array_module, find_length, has_stages, has_steps
+from ..options.checks import is_sequence
 from ..reporting import quiet_log
 from .codec import Codec
-from .mending import Ceiling, Measure, at_positions
+from .mending import Ceiling, Invalid, OutOfMemory, at_positions, failures_by_position
+from .protocol import Failure
 
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
     from ..options.table import WorkerOptions
@@ -24,6 +29,9 @@ if TYPE_CHECKING:  # workers need no options, and would import the whole table a
 _log = quiet_log(__name__)
 
 Predict = Callable[[Any], Any]
+
+#: Maximum bytes of a pickled length function. Arbitrary.
+_LARGEST_MEASURE = 1 << 20
 
 #: Returns the memory at (address, size) if it is in use in one block; else None.
 View = Callable[[int, int], memoryview | None]
@@ -62,6 +70,7 @@ class LoadedModel:
                     self.preprocess = managed.preprocess
                 if kind.postprocess is not ManagedModel.postprocess:
                     self.postprocess = managed.postprocess
+        self.pool: Any = None  # the processes that preprocess for it, if there are any
         self.name = describe(self.postprocess or self.forward)  # what returns results
         self.may_rerun = spec.may_rerun  # items, after an error for lack of memory
         self.ceiling = Ceiling()  # how much it is given at once
@@ -82,11 +91,36 @@ class LoadedModel:
         """What the items cost: 1 each where that is not known."""
         if self.length is not None:
             with contextlib.suppress(Exception, SystemExit):  # raised by the user's function
-                lengths = [float(self.length(item)) for item in items]
+                length: Any = self.length
+                if isinstance(length, bytes):
+                    length = self.length = pickle.loads(length)
+                lengths = [float(length(item)) for item in items]
                 if all(0 <= length < float("inf") for length in lengths):
                     return lengths
             self.length, self.ceiling = None, Ceiling()  # what was learned is in another unit
         return [1] * len(items)
+
+    def outcome_of(
+        self, error: BaseException, batch_id: int, named: int = 0
+    ) -> Invalid | OutOfMemory | Failure:
+        """What an error of the model means; raises it again if it is no error of a batch.
+
+        ``named`` items were in the call, if the model knows them by their positions. Else, as 0,
+        ``InvalidItems`` is an error of all of them. So it is if it names an item that there is not.
+        """
+        if isinstance(error, InvalidItems):
+            try:
+                if named:
+                    return failures_by_position(error, named)
+                error = next(iter(error.errors.values()))
+            except BadModelOutput as wrong:
+                error = wrong
+        if is_out_of_memory(error, self.out_of_memory_errors):
+            return OutOfMemory(Failure.caught(error))
+        if not isinstance(error, Exception):
+            raise error
+        self.guard.look(error, batch_id)  # before it loses its causes
+        return Failure.caught(error)
 
     @property
     def wants_rows(self) -> bool:
@@ -139,7 +173,8 @@ class ModelSpec:
     may_rerun: bool = True
     codec: Codec | None = None  # of items and results on their way; None pickles them
     has_lengths: bool = False  # whether the web process knows what items cost
-    measure: Measure | None = None  # how, if it is not the model's class that says it
+    #: How, if it is not the model's class that says it; pickled in a worker process.
+    measure: Callable[[Any], Any] | bytes | None = None
     preprocess_options: WorkerOptions | None = None  # of preprocess processes; None for none
     batch_size: int = 1  # how many states a model of steps has at once
     max_batch_cost: float = math.inf  # of these together
@@ -147,6 +182,22 @@ class ModelSpec:
     def __post_init__(self) -> None:
         # Copies: a worker that is started again loads the model as the first one did.
         self.args, self.kwargs = tuple(self.args), dict(self.kwargs or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to a worker, with the length function pickled by itself.
+
+        It is unpickled only when a batch has run out of memory: a function that the worker cannot
+        import must not keep it from starting. One that does not pickle, or is too large since it
+        drags a whole tokenizer along, does not go there.
+        """
+        state = self.__dict__.copy()
+        if callable(self.measure):
+            state["measure"] = b""
+            with contextlib.suppress(Exception, SystemExit):
+                pickled = pickle.dumps(self.measure, pickle.HIGHEST_PROTOCOL)
+                if len(pickled) <= _LARGEST_MEASURE:
+                    state["measure"] = pickled
+        return state
 
     def load(self, gpu_id: int | str | None) -> LoadedModel:
         """The model, ready to ``serve``. Raises whatever importing and loading raise."""
@@ -181,7 +232,7 @@ class ModelSpec:
             )
         return LoadedModel(self, model)
 
-    def length_of(self, managed: ManagedModel | None) -> Callable[[Any], Any] | None:
+    def length_of(self, managed: ManagedModel | None) -> Callable[[Any], Any] | bytes | None:
         """How a worker finds out what an item costs; None where each counts one."""
         if self.measure is None and self.has_lengths and find_length(type(managed)) is not None:
             return getattr(managed, "length", None)
@@ -337,3 +388,108 @@ def _address(item: Any) -> Any:
     is_plain = item.nbytes and item.flags.c_contiguous and not item.dtype.hasobject
     is_masked = hasattr(item, "mask")
     return item.__array_interface__["data"][0] if is_plain and not is_masked else None
+
+
+# -- what a model returned
+
+
+def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
+    """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
+    if model.moves_to_cpu or type(outputs) is OnHost:
+        outputs = results_on_host(outputs)
+    kind = type(outputs)
+    if kind is list and len(outputs) == expected != model.columns:  # the usual case
+        return list(outputs)
+    # A NamedTuple, or what torch.max returns: its parts are no results, however many there are.
+    has_fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")
+    results = as_list(outputs)
+    # (logits, hidden), say. For as many items as arrays, results may look the same. So these are
+    # refused only if the model has returned such arrays for another number of items. The search for
+    # a bad item, which follows then, soon comes to as many items as arrays.
+    are_columns = (
+        isinstance(outputs, (list, tuple))
+        and len(outputs) > 0
+        and all(tuple(getattr(each, "shape", ()))[:1] == (expected,) for each in outputs)
+    )
+    if are_columns and len(outputs) != expected:
+        model.columns = len(outputs)
+    are_columns = are_columns and len(outputs) == model.columns
+    if results is not None and len(results) == expected and not (has_fields or are_columns):
+        return results
+    raise BadModelOutput(
+        f"{model.name} must return a sequence of {expected} results, one per item; "
+        f"it returned {describe_outputs(outputs)}{' fields' * has_fields}"
+        f"{', each with a row for every item' * are_columns}"
+    )
+
+
+def as_list(found: Any) -> list[Any] | None:
+    """A sequence as a list; else None."""
+    if not is_sequence(found):
+        return None
+    try:
+        return list(found)
+    except TypeError:  # an array without dimensions
+        return None
+
+
+def describe_outputs(found: Any) -> str:
+    kind, parts = type(found).__qualname__, as_list(found)
+    if parts is not None:
+        return f"{kind} of {len(parts)}"
+    return f"{kind} without dimensions" if is_sequence(found) else kind
+
+
+#: What a model returned for a state: its output, and whether it is done; or why its item fails.
+StepPair = tuple[Any, bool] | Failure
+
+
+def check_pairs(model: LoadedModel, found: Any, expected: int) -> list[StepPair]:
+    """So many pairs, that the model's ``step`` returned, with their tensors on the CPU.
+
+    Where there is none the item fails. If they are not as many all fail: which are whose is not
+    known, and the model may have taken the step.
+    """
+    if type(found) is OnHost:
+        found = results_on_host(found)
+    parts, step = as_list(found), getattr(model.managed, "step", None)
+    if parts is None or len(parts) != expected:
+        what = f"a sequence of {expected} pairs (output, is_done), one per state"
+        return [unreadable(found, step, what)] * expected
+    pairs = [_read_pair(part, step) for part in parts]
+    if not model.moves_to_cpu:
+        return pairs
+    # The first output says whether there are tensors of a GPU: so without those that are None.
+    outputs = [each[0] for each in pairs if type(each) is tuple and each[0] is not None]
+    moved = iter(results_on_host(outputs))
+    return [
+        (next(moved), each[1]) if type(each) is tuple and each[0] is not None else each
+        for each in pairs
+    ]
+
+
+def unreadable(found: Any, function: Any, expected: str) -> Failure:
+    """Of an item, if the model's function returned something else."""
+    text = f"{describe(function)} must return {expected}; it returned {describe_outputs(found)}"
+    return Failure(BadModelOutput(text))
+
+
+def _read_pair(pair: Any, step: Any) -> StepPair:
+    if type(pair) is tuple and len(pair) == 2 and type(pair[1]) is bool:  # the usual case
+        return pair
+    if isinstance(pair, Exception):
+        return Failure.caught(pair)
+    parts = as_list(pair)
+    # Where a model returns all outputs and then all flags, of two items, these look like pairs.
+    if parts is not None and len(parts) == 2 and _is_flag(parts[1]):
+        return parts[0], bool(parts[1])
+    what = "a pair (output, is_done) for each state, and is_done must be True or False"
+    return unreadable(pair, step, what)
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether it is one bool, also of numpy or torch."""
+    kind = str(getattr(value, "dtype", ""))
+    return type(value) is bool or (
+        kind in ("bool", "torch.bool") and not tuple(getattr(value, "shape", ()))
+    )

@@ -34,11 +34,10 @@ from ..managed_model import ManagedModel
 from ..observe.record import BatchReport
 from ..options.table import WorkerOptions
 from ..reporting import summary
-from .mending import Invalid
+from .mending import Invalid, failures_by_position
 from .model_spec import LoadedModel, ModelSpec, check_preprocess, import_model
 from .process import ProcessTransport
 from .protocol import EXIT_START_FAILED, WorkerReady
-from .stages import invalid_outcome
 from .transport import WorkerDied, WorkerEvent
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,8 @@ _START_INTERVAL = 30.0
 class PreprocessPool:
     """Stands in for the ``preprocess`` of a model. One thread at a time.
 
-    The kernel ends the processes with the thread that started them. So ``start`` is for the main
-    thread, and those that die later are started again by a thread of this pool's own.
+    The kernel ends the processes with the thread that started them. So that is a thread of this
+    pool's own: the one that finds out that a process has died may end before the worker.
     """
 
     def __init__(self, spec: ModelSpec | bytes, options: WorkerOptions) -> None:
@@ -69,14 +68,14 @@ class PreprocessPool:
         self._batch_ids = itertools.count()
         self._places: dict[int, int] = {}  # of the living, by slot
         self._ready: set[int] = set()  # slots
-        self._starter: ThreadPoolExecutor | None = None
+        self._starter = ThreadPoolExecutor(1, "service_streamer starter")
         self.may_start_at = -math.inf  # after a start that failed; on the monotonic clock
         self._collate: Callable[[list[Any]], Any] = list
 
     def start(self) -> None:
         """Start all of them. Returns before they are ready."""
         for place in range(self._count):
-            self._start(place)
+            self._starter.submit(self._start, place).result()
 
     def wait_ready(self) -> None:
         """Block until all of them are. Raises WorkerStartError, whose cause has the traceback."""
@@ -89,7 +88,8 @@ class PreprocessPool:
         """Stand in for the ``preprocess`` of this model. Raises TypeError: it has none."""
         managed: Any = model.managed
         check_preprocess(model.predict if managed is None else type(managed))
-        self._collate, model.preprocess = managed.collate, self
+        self._collate = managed.collate
+        model.preprocess = model.pool = self
 
     def __call__(self, items: Any) -> Any:
         """Preprocess a batch. Raises whatever ``preprocess`` or ``collate`` raises.
@@ -98,12 +98,18 @@ class PreprocessPool:
             WorkerLost: a process died of it, or with it.
             SystemExit: no process is left, and none can be started.
         """
-        self._revive()
-        starts, parts = _split(items, len(self._ready))
-        outputs = self._outputs(self.transport.encode(parts))
+        self._events(0)  # some may have died since
+        self._replace()
+        while not self._ready:
+            self._events(None)
+            if not self._places:
+                self._give_up("no preprocess process is left")
+        size, count = len(items), min(len(self._ready), len(items))
+        bounds = [size * part // count for part in range(count + 1)]
+        parts = [items[start:stop] for start, stop in itertools.pairwise(bounds)]
         errors: dict[int, Any] = {}
-        prepared = self.transport.decode(outputs)
-        for start, made in zip(starts, prepared, strict=True):
+        prepared = self.transport.decode(self._outputs(self.transport.encode(parts)))
+        for start, made in zip(bounds, prepared, strict=False):
             if isinstance(made, Invalid):
                 errors |= {start + i: each.exception() for i, each in made.failures.items()}
         if errors:
@@ -135,8 +141,7 @@ class PreprocessPool:
     def close(self) -> None:
         """End them."""
         self.transport.close(_CLOSE_GRACE)
-        if self._starter is not None:
-            self._starter.shutdown()
+        self._starter.shutdown()
 
     def _start(self, place: int) -> None:
         slot = next(self._slots)
@@ -153,10 +158,7 @@ class PreprocessPool:
             return
         for place in missing:
             try:
-                starter = self._starter or ThreadPoolExecutor(1, "service_streamer starter")
-                started = starter.submit(self._start, place)  # or there is no thread: no starter
-                self._starter = starter
-                started.result()
+                self._starter.submit(self._start, place).result()
             except (OSError, RuntimeError, MemoryError) as error:
                 # No processes, threads, descriptors or memory are left in the system.
                 what = f"preprocess process {place} cannot be started again: {summary(error)}"
@@ -165,15 +167,6 @@ class PreprocessPool:
                 self.may_start_at = time.monotonic() + _START_INTERVAL
                 logger.warning("%s", what)
                 return
-
-    def _revive(self) -> None:
-        """Take note of those that have died; block until there is one."""
-        self._events(0)
-        self._replace()
-        while not self._ready:
-            for event in self._events(None):
-                if isinstance(event, WorkerDied) and not self._places:
-                    self._give_up(event.failure.text)
 
     def _give_up(self, why: str) -> None:
         """End the worker, which the engine replaces by a new one."""
@@ -194,14 +187,6 @@ class PreprocessPool:
                 if was_ready or event.slot >= self._count:  # else ``wait_ready`` raises it
                     logger.warning("%s", event.failure.message)
         return events
-
-
-def _split(items: Any, count: int) -> tuple[list[int], list[Any]]:
-    """Adjacent parts of nearly the same size, at most ``count``, none empty; where each starts."""
-    size = len(items)
-    count = min(count, size)
-    bounds = [size * part // count for part in range(count + 1)]
-    return bounds[:-1], [items[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 # -- in a preprocess process
@@ -232,7 +217,7 @@ class PreprocessSpec(ModelSpec):
             try:
                 return [managed.preprocess(part)]
             except InvalidItems as error:
-                return [invalid_outcome(error, len(part))]
+                return [failures_by_position(error, len(part))]
             except AttributeError as error:
                 # The usual mistake. The second is None, or a model of a user's that is wrapped.
                 if error.obj is managed or error.obj is managed.model:

@@ -45,13 +45,14 @@ from .codec import ByValue, Codec, encode_spec
 from .memory_link import Memories, MemoryLink, SharedMemory
 from .model_spec import ModelSpec
 from .protocol import (
+    FORWARD,
+    INTAKE,
     PROGRESS_BYTES,
     FrameReader,
     FrameWriter,
     Progress,
     decode,
 )
-from .stages import FORWARD, INTAKE
 from .starting import STACKS_SIGNAL, Placement, block_signals, startable
 from .transport import KnownWorker, WorkerDied, WorkerEvent, WorkerTransport
 from .worker_main import Boot, run_worker

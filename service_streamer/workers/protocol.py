@@ -32,8 +32,11 @@ import operator
 import os
 import pickle
 import threading
+import time
 import traceback
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
@@ -368,6 +371,9 @@ class FrameWriter:
 # -- progress
 
 
+#: The stages of one batch: see ``runner``.
+INTAKE, FORWARD, OUTLET = range(3)
+
 #: Numbers for the batches that nobody waits for. A worker has fewer at a time.
 _UNWANTED = 8
 
@@ -406,6 +412,61 @@ class Progress:
         """Whether the batch is among those. False for -1, which is none."""
         return batch_id >= 0 and batch_id + 1 in self.unwanted[1:]
 
+    def check_wanted(self, batch_id: int) -> None:
+        """Raises InvalidInput, of which nobody learns: nobody waits for the batch."""
+        if self.is_unwanted(batch_id):
+            raise InvalidInput("nobody waits for the results any more")
+
     def batches(self, first: int = 0) -> frozenset[int]:
         """Those that are in a stage from ``first`` on, or were when the worker ended."""
         return frozenset(number - 1 for number in self.stages[first:] if number)
+
+
+# -- the worker's end
+
+
+#: The last one decodes the item at a position again, if a model writes to copies; else it is None.
+DecodedBatch = tuple[int, list[Any], dict[int, Failure], Callable[[int], Any] | None]
+
+
+class Channel(ABC):
+    """A worker's end of its private connection to the web process.
+
+    One thread calls ``receive`` and ``decode``, one other ``encode``, and any of them ``send``.
+    """
+
+    @abstractmethod
+    def receive(self) -> tuple[Any, ...] | None:
+        """Block for the next batch, whose id comes first. None: end now.
+
+        Its fourth member are the items of each call, as in ``Transport.send``; of a model of steps
+        whether it is a stream. Such a model may also get an order with the ids of batches, as in
+        ``Transport.tell``.
+        """
+
+    @abstractmethod
+    def send(self, report: BatchReport | StepReport) -> None:
+        """Answer a batch, or report a step; it is encoded."""
+
+    def is_waiting(self) -> bool:
+        """Whether ``receive`` would return at once."""
+        return False
+
+    def decode(self, received: Any) -> DecodedBatch:
+        """The batch's id, its items, by position why an item is missing, and ``decode_again``."""
+        return *received[:3], None
+
+    def encode(self, report: BatchReport | StepReport) -> None:  # noqa: B027 - optional
+        """Make the outputs ready to travel. An item fails, or its stream, whose output cannot."""
+
+    def check_owner(self) -> None:  # noqa: B027
+        """End a process that the model has forked and that came back from the model."""
+
+    last_sign_at = 0.0  # when the last sign of life was due
+
+    def sign_of_life(self) -> None:
+        """Between two runs of parts: say that the worker has not hung, ten times a second."""
+        now = time.monotonic()
+        if now - self.last_sign_at >= SIGN_OF_LIFE:
+            self.last_sign_at = now
+            self.send(StepReport())

@@ -27,6 +27,7 @@ from .memory_link import MemoryLink
 from .model_spec import ModelSpec
 from .protocol import (
     Breach,
+    Channel,
     DeviceFailure,
     Failure,
     FromWorker,
@@ -35,7 +36,6 @@ from .protocol import (
     WorkerReady,
 )
 from .runner import serve
-from .stages import Channel
 from .starting import MAIN_FAILURES
 
 _log = quiet_log(__name__)
@@ -479,10 +479,6 @@ class _WorkerThread(Worker, Channel):
     def is_waiting(self) -> bool:
         return not self.batches.empty()
 
-    def interrupt(self) -> bool:
-        self.batches.put(None)
-        return True
-
     def send(self, report: BatchReport | StepReport) -> None:
         report.slot = self.slot
         if type(report) is StepReport and not self.is_closing:
@@ -509,4 +505,5 @@ class _WorkerThread(Worker, Channel):
                 failure = Failure(WorkerStartError(text), cause=Failure.caught(error))
         else:
             failure = Failure(WorkerLost("the worker thread was asked to end"))
+        self.batches.put(None)  # for another thread that receives
         self._events.put(WorkerDied(self.slot, failure, loss, report=report))

@@ -22,9 +22,9 @@ import sys
 import threading
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ModelError
 from ..gpu.accelerators import limit_memory
@@ -41,6 +41,9 @@ from .protocol import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
     EXIT_START_FAILED,
+    FORWARD,
+    Channel,
+    DecodedBatch,
     DeviceFailure,
     Failure,
     Frame,
@@ -53,11 +56,7 @@ from .protocol import (
     encode,
 )
 from .runner import serve
-from .stages import FORWARD, Channel, DecodedBatch
 from .starting import STACKS_SIGNAL, ignore_group_signals, limit_loaded_torch
-
-if TYPE_CHECKING:
-    from .preprocessing import PreprocessPool
 
 #: The advice about what is defined in the main module.
 _OF_MAIN = (
@@ -130,54 +129,50 @@ class CodedChannel(Channel):
                 failed = self.codec.refuse_item(error, self.advise(error))
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        decode_again: Callable[[int], Any] | None = None
-        if len(payloads) > 1:
-            kept = [*payloads]
-
-            def decode_again(position: int) -> Any:
-                return self.codec.decode_again(kept[position])
-
+        kept = [*payloads]
         payloads.clear()  # or blocks would be kept until the next batch
-        return batch_id, items, failures, decode_again
+        if len(kept) == 1:
+            return batch_id, items, failures, None
+        return batch_id, items, failures, lambda at: self.codec.decode_again(kept[at])
 
     def encode(self, report: BatchReport | StepReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
         if isinstance(report, BatchReport):
-            keys = range(len(report.outputs))
-            report.failures |= self._encode(report.outputs, keys, report.batch_id)
-            if self.link is not None:
-                report.released = self.link.lend(report.outputs)
+            ids = [report.batch_id] * len(report.outputs)
+            report.failures |= self._encode(report, report.outputs, ids)
             return
         for done in report.done:
             self.encode(done)
-        for batch_id, failure in self._encode(report.outputs, [*report.outputs]).items():
+        ids, outputs = [*report.outputs], [*report.outputs.values()]
+        report.outputs.clear()
+        failures = {ids[at]: each for at, each in self._encode(report, outputs, ids).items()}
+        report.outputs.update(zip(ids, outputs, strict=True))
+        for batch_id, failure in failures.items():
             del report.outputs[batch_id]
             report.done = [each for each in report.done if each.batch_id != batch_id]
             report.done.append(BatchReport(batch_id, failure=failure))
-        if self.link is not None:
-            payloads = [*report.outputs.values()]
-            report.released = self.link.lend(payloads)
-            report.outputs = dict(zip(report.outputs, payloads, strict=True))
 
     def _encode(
-        self, outputs: Any, keys: Iterable[int], batch_id: int | None = None
+        self, report: BatchReport | StepReport, outputs: list[Any], ids: list[int]
     ) -> dict[int, Failure]:
-        """Encode in place, so that nothing holds what is encoded, or its blocks were not released.
+        """Encode outputs of these batches; by position why some cannot be.
 
-        Without ``batch_id`` the keys are ids of batches. Returns why some cannot be encoded.
+        In place, so that nothing holds what is encoded, or its blocks were not released.
         """
         encode, failures = self.codec.encode, {}
-        for key in keys:
+        for position in range(len(outputs)):
             try:
-                outputs[key] = encode(outputs[key])
+                outputs[position] = encode(outputs[position])
             except (Exception, SystemExit) as error:
-                self.guard.look(error, key if batch_id is None else batch_id)
-                cannot_send = self.cannot_send.format(kind=type(outputs[key]).__qualname__)
+                self.guard.look(error, ids[position])
+                cannot_send = self.cannot_send.format(kind=type(outputs[position]).__qualname__)
                 failed = ModelError(
                     f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
                 )
                 failed.__cause__ = error
-                failures[key], outputs[key] = Failure.caught(failed), None
+                failures[position], outputs[position] = Failure.caught(failed), None
+        if self.link is not None:
+            report.released = self.link.lend(outputs)
         return failures
 
 
@@ -188,7 +183,19 @@ def run_worker(boot: Boot, requests: Connection, responses: Connection, stacks: 
     """
     pid = os.getpid()
     try:
-        _run(boot, requests, responses, stacks)
+        ignore_group_signals()
+        os.set_blocking(stacks.fileno(), False)  # the parent reads it after our end only
+        faulthandler.disable()  # or a forked child kept the handlers that Ray put in its parent
+        faulthandler.enable(stacks.fileno())
+        faulthandler.register(STACKS_SIGNAL, stacks.fileno())
+        set_environment(boot.variables)  # a fork server has an environment of its own
+        channel = _PipeChannel(requests, responses, boot.memories)
+        watch = (requests.fileno(), channel.link)
+        threading.Thread(
+            target=_exit_with_parent, args=watch, name="parent watch", daemon=True
+        ).start()
+        with contextlib.suppress(EOFError):  # the parent has gone
+            serve_model(channel, boot, b"" if boot.spec else channel.next_frame())
     except BaseException as error:
         # A thread that the model has started could prevent a normal end, and the parent would not
         # learn that this worker is dead.
@@ -205,24 +212,6 @@ def run_worker(boot: Boot, requests: Connection, responses: Connection, stacks: 
             sys.stderr.flush()
         finally:  # also if standard error is closed, say
             os._exit(code & 0xFF)
-
-
-def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
-    ignore_group_signals()
-    os.set_blocking(stacks.fileno(), False)  # the parent reads it after our end only
-    faulthandler.disable()  # or a forked child kept the handlers that Ray, say, put in its parent
-    faulthandler.enable(stacks.fileno())
-    faulthandler.register(STACKS_SIGNAL, stacks.fileno())
-    set_environment(boot.variables)  # a fork server has an environment of its own
-    channel = _PipeChannel(requests, responses, boot.memories)
-    threading.Thread(
-        target=_exit_with_parent,
-        args=(requests.fileno(), channel.link),
-        name="parent watch",
-        daemon=True,
-    ).start()
-    with contextlib.suppress(EOFError):  # the parent has gone
-        serve_model(channel, boot, b"" if boot.spec else channel.next_frame())
 
 
 def _exit_with_parent(descriptor: int, link: MemoryLink | None) -> None:
@@ -301,7 +290,7 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
             the channel has been told. Or what the model raised to end the worker.
     """
     try:
-        model, pool = _load(channel, boot, pickled)
+        model = _load(channel, boot, pickled)
     except Exception as error:
         lacks_memory = is_out_of_memory(error, (MemoryError,))  # before its causes are let go of
         channel.send(StartFailure(Failure.caught(error), lacks_memory))
@@ -317,14 +306,12 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
     except DeviceFailed as end:
         channel.send(DeviceFailure(frozenset(end.batch_ids), end.fault, end.error))
         sys.exit(EXIT_DEVICE_FAILED)
-    if pool is not None:
-        pool.close()
+    if model.pool is not None:
+        model.pool.close()
 
 
-def _load(
-    channel: CodedChannel, boot: Boot, pickled: Frame
-) -> tuple[LoadedModel, PreprocessPool | None]:
-    """The model, ready to serve the channel, and its preprocess processes, if it has any."""
+def _load(channel: CodedChannel, boot: Boot, pickled: Frame) -> LoadedModel:
+    """The model, ready to serve the channel."""
     if boot.prepare is not None:
         boot.prepare()
     limit_loaded_torch(boot.variables)
@@ -361,4 +348,4 @@ def _load(
         model.view = channel.link.view
         if isinstance(model.managed, Wrapper):
             model.managed.view = model.view
-    return model, pool
+    return model
