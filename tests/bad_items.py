@@ -11,7 +11,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from service_streamer.batching.batcher import Actions, Batcher, CallFailures
+from batcher_walk import make_batcher
+from service_streamer.batching.batcher import Actions, CallFailures
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from worker_loop import served
 
@@ -64,7 +65,7 @@ class Service:
         self._seconds, self._fails, self._failure = seconds, fails, failure
         self._restart = restart
         self._timeout = timeout
-        self.batcher = Batcher(
+        self.batcher = make_batcher(
             batch_size=batch_size,
             max_latency=max_latency,
             call_failures=CallFailures(

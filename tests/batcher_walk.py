@@ -7,6 +7,17 @@ from typing import Any
 
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from service_streamer.options.table import StreamerOptions
+from service_streamer.supervision.health import BatchBound
+
+
+def make_batcher(batch_timeout: float | BatchBound | None = None, **options: Any) -> Batcher:
+    """A batcher with options of ``Streamer``, and others of ``Batcher``."""
+    names = ("call_failures", "has_lengths", "round_trip", "scheduler_class")
+    own = {name: options.pop(name) for name in names if name in options}
+    if isinstance(batch_timeout, float):
+        batch_timeout = BatchBound(fixed=batch_timeout)
+    return Batcher(StreamerOptions(**options), batch_bound=batch_timeout, **own)
 
 
 class Walk:
@@ -21,7 +32,7 @@ class Walk:
         ready: bool = True,
         **options: Any,
     ) -> None:
-        self.batcher = Batcher(batch_size=batch_size, max_latency=max_latency, **options)
+        self.batcher = make_batcher(batch_size=batch_size, max_latency=max_latency, **options)
         self.now = 0.0
         if ready:
             for slot in range(slots):

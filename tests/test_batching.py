@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from batcher_walk import make_batcher
 from service_streamer import Reason
 from service_streamer.batching.batch_scheduler import least_in_time, size_in_time
 from service_streamer.batching.batcher import Batcher
@@ -40,7 +41,7 @@ class Workers:
         is_known: bool = True,
     ) -> None:
         self.base, self.per_unit = base, per_unit
-        self.batcher = Batcher(
+        self.batcher = make_batcher(
             batch_size=batch_size,
             max_latency=max_latency,
             has_lengths=has_lengths,
@@ -247,7 +248,7 @@ def test_items_that_come_together_are_cut_as_it_pays(
 
 def learned(base: float, per_unit: float, noise: float = 0.0) -> Batcher:
     """A batcher that has seen many batches, of which each other one took longer by the noise."""
-    batcher = Batcher(batch_size=8, max_latency=1.0)
+    batcher = make_batcher(batch_size=8, max_latency=1.0)
     for number in range(600):
         size = (1, 8, 4)[number % 3]
         duration = (base + per_unit * size) * (1.0 + noise * (-1) ** number)

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service_streamer.batching.batcher import Batcher, CallFailures
+from batcher_walk import make_batcher
+from service_streamer.batching.batcher import CallFailures
 from service_streamer.observe.record import (
     ORDINARY,
     BatchRecord,
@@ -47,7 +48,7 @@ class Line:
     def __init__(
         self, batch_size: int = 1, *, weights: Mapping[str, float] | None = None, **options: Any
     ) -> None:
-        self.batcher = Batcher(
+        self.batcher = make_batcher(
             batch_size=batch_size,
             max_latency=0.0,
             call_failures=CallFailures("too late"),

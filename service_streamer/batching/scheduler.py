@@ -1,6 +1,6 @@
 """Who takes what waits, and when: one scheduler for batches, and one for models of steps.
 
-Both look at one ``CallLedger``. A worker of a model of steps has places, one for each item that it
+A worker of a model of steps has places, one for each item that it
 steps. Its scheduler fills those that are free, and sends a few items more, so that a place that
 becomes free is taken before the next step: to ask for one would take a step. Who waits is better
 kept here than there, since here deadlines, priorities and tenants are looked at to the last. So
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
+from ..observe.metrics import Figures
 from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Reason, StepReport
 from ..supervision.autoscaling import Load
-from .call_ledger import CallLedger
-from .call_queue import Decision
+from .call_queue import CallQueue, Decision
+from .slots import Slots
 
 #: A new call that takes so many times its time is hopeless. In simulations all of those that are
 #: refused would have been late with this, and 95 % without it.
@@ -43,9 +43,8 @@ class Scheduler(ABC):
 
     full = 1
 
-    def __init__(self, ledger: CallLedger) -> None:
-        self._ledger = ledger
-        self._slots, self._queue, self._figures = ledger.slots, ledger.queue, ledger.figures
+    def __init__(self, slots: Slots, queue: CallQueue, figures: Figures) -> None:
+        self._slots, self._queue, self._figures = slots, queue, figures
         self._workers_before = 0  # that took batches when one was back last
 
     # -- what happens
@@ -67,27 +66,13 @@ class Scheduler(ABC):
     @abstractmethod
     def came_back(self, batch: BatchRecord) -> None:
         """A batch is back, with results or a failure: count it."""
-        self.note(batch)
+        self._figures.note(batch, self._queue.items)
         self._figures.recent.append(batch)
         self._workers_before = self._slots.taking
-
-    def note(self, batch: BatchRecord) -> None:
-        """Note in a batch that is back, or lost, what was counted until then."""
-        figures = self._figures
-        batch.queued = figures.metrics.queued.total
-        batch.pending = self._queue.items
-        batch.answered, batch.failed = figures.answered_calls, figures.failed_calls
-        batch.expired, batch.rejected = figures.expired_calls, figures.rejected_calls
 
     @abstractmethod
     def answered(self, batch: BatchRecord, calls: int) -> None:
         """Of a batch that is back, and has not failed as a whole, so many calls are over."""
-
-    def divide_lost(
-        self, lost: Sequence[BatchRecord]
-    ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
-        """Of what a worker took with it: what can begin again or go on, and what cannot."""
-        return lost, ()
 
     # -- what is decided
 
@@ -121,14 +106,14 @@ class Scheduler(ABC):
         that takes, and after how long a worker takes more.
         """
 
-    def load(self, failed: int, start_duration: float) -> Load:
+    def load(self, waiting: int, failed: int, start_duration: float) -> Load:
         """What there is to do, for ``Autoscaling``."""
         figures = self._figures
         served, batches, full, seconds, turn = self._throughput()
         is_known = 0 < seconds < math.inf
         return Load(
-            waiting=self._ledger.pending_items,
-            in_flight=self._slots.items,
+            waiting=waiting,
+            in_flight=self._slots.held_items,
             arrived=figures.accepted_items + figures.refused_items,
             served=served,
             batches=batches,
@@ -141,14 +126,6 @@ class Scheduler(ABC):
             refused=figures.refused_items + figures.expired_calls,
         )
 
-    def check_invariants(self, batch_size: int, deadline: float) -> None:
-        """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
-        slots, queue, retries = self._slots, self._queue, self._ledger.retries
-        if slots.idle and (retries.waiting or queue.items):
-            assert not retries.waiting
-            assert queue.items < batch_size
-            assert deadline < math.inf
-
 
 class StepScheduler(Scheduler):
     """Items of a model of steps: each is a batch, in a place of its worker until it is over.
@@ -158,12 +135,14 @@ class StepScheduler(Scheduler):
         resumes: whether a stream can go on with another worker where its outputs ended.
     """
 
-    def __init__(self, ledger: CallLedger, places: int, *, resumes: bool) -> None:
-        super().__init__(ledger)
+    def __init__(
+        self, slots: Slots, queue: CallQueue, figures: Figures, places: int, *, resumes: bool
+    ) -> None:
+        super().__init__(slots, queue, figures)
         room = places + max(1, math.ceil(places * DECK_SHARE))
-        ledger.slots.begin_steps(places, room, GRACE)
+        slots.begin_steps(places, room, GRACE)
         self._places = places
-        self.resumes = resumes
+        self._resumes = resumes
 
     def arrived(self, size: int, now: float) -> None:
         """A free place takes the next item, whatever may follow."""
@@ -196,7 +175,7 @@ class StepScheduler(Scheduler):
             if pause is None:
                 metrics.first_output.add(call.first_output)
                 figures.first_outputs.append(call.first_output)
-                if call.handed_out is None and self.resumes:  # else it has begun elsewhere
+                if call.handed_out is None and self._resumes:  # else it has begun elsewhere
                     call.handed_out = []
             else:
                 metrics.between_outputs.add(pause)
@@ -219,51 +198,11 @@ class StepScheduler(Scheduler):
         # Items differ far more than batches do.
         figures.took(batch.report.pace, min(4 * self._places, figures.metrics.batch.count))
 
-    def hold(self, call: Call, now: float, *, is_held: bool) -> list[BatchRecord]:
-        """A stream's item is about to rest, or to go on; returns those of it that are in flight.
-
-        None rests in a worker that is to end when it has finished what it holds.
-        """
-        slots = self._slots
-        found = [batch for batch in slots.in_flight() if batch.spans[0][0] is call]
-        if is_held:
-            found = [batch for batch in found if not slots[batch.slot].is_closing]
-            call.is_held = bool(found)
-        else:
-            self._go_on(found, now)
-        return found
-
-    def wake(self, now: float, slot: int | None = None) -> list[BatchRecord]:
-        """No item is to rest any more, of this worker or of all; returns those that did."""
-        rested = [
-            batch
-            for batch in self._slots.in_flight()
-            if batch.spans[0][0].is_held and slot in (None, batch.slot)
-        ]
-        self._go_on(rested, now)
-        return rested
-
-    def _go_on(self, batches: Sequence[BatchRecord], now: float) -> None:
-        for batch in batches:
-            batch.spans[0][0].is_held = False
-            self._slots[batch.slot].goes_on(now)
-
-    def divide_lost(
-        self, lost: Sequence[BatchRecord]
-    ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
-        # What a caller has got of a stream cannot be taken back.
-        again: list[BatchRecord] = []
-        cut_off: list[BatchRecord] = []
-        for batch in lost:
-            call = batch.spans[0][0]
-            call.is_held = False  # the next worker does not know of it
-            is_cut_off = call.part_at is not None and call.handed_out is None
-            (cut_off if is_cut_off else again).append(batch)
-        return again, cut_off
-
     def decide(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
         slots = self._slots
-        return next(iter(slots.idle)) if slots.idle else slots.emptiest(), _PLACE
+        if slots.idle:
+            return next(iter(slots.idle)), _PLACE
+        return min(slots.without_ahead, key=lambda slot: len(slots[slot].batches)), _PLACE
 
     def hopeless_for(self, call: Call, now: float) -> float:
         takes = self._takes(call, self._queue.ahead(call))

@@ -12,8 +12,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..batching.batcher import build_batcher
-from ..batching.call_ledger import CallFailures
+from ..batching.batcher import Batcher, CallFailures
 from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel, find_length
 from ..options import kinds
@@ -193,12 +192,12 @@ def assemble(
 ) -> Engine:
     """An engine around a transport; neither has been started."""
     is_local = isinstance(transport, ThreadTransport)
-    batcher = build_batcher(
+    batcher = Batcher(
         options,
+        batch_bound=_batch_bound(options, ends=not is_local),
+        call_failures=CALL_FAILURES,
         has_lengths=lengths is not None,
         round_trip=round_trip,
-        batch_timeout=_batch_bound(options, ends=not is_local),
-        call_failures=CALL_FAILURES,
     )
     least, most = options.worker_range
     return Engine(

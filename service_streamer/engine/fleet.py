@@ -215,7 +215,8 @@ class Fleet:
         scaling, batcher, supervisor = self.scaling, self.batcher, self.supervisor
         if not scaling.is_due(batcher.pending_items, now):
             return
-        load = batcher.scheduler.load(supervisor.failed, supervisor.start_duration)
+        waiting = batcher.pending_items
+        load = batcher.scheduler.load(waiting, supervisor.failed, supervisor.start_duration)
         wanted, before = scaling.decide(load, now), supervisor.wanted
         if wanted == before:
             return
@@ -370,12 +371,12 @@ class Fleet:
                 "wanted": scaling.wanted,
                 "worker_range": (scaling.least, scaling.most),
                 "target_wait": scaling.target,
-                "wait": scaling.wait_of(batcher.scheduler.load(0, 0.0)),
+                "wait": scaling.wait_of(batcher.scheduler.load(batcher.pending_items, 0, 0.0)),
             }
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
-            in_flight=slots.items,
+            in_flight=slots.held_items,
             batches_in_flight=len(slots.in_flight()),
             workers=workers,
             restarts=supervisor.restarts_at.total(),
@@ -394,7 +395,7 @@ class Fleet:
 
     def _trouble(self, now: float) -> str | None:
         """Why no worker gives answers at present; None while one does."""
-        health = self.batcher.health
+        health = self.batcher.slots.health
         if health.is_failing(now):
             last = f"; the last error was {self._last_error}" if self._last_error else ""
             return f"the last {health.row} batches failed, and none was computed since{last}"

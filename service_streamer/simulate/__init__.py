@@ -24,7 +24,7 @@ from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
 from ..batching.batch_scheduler import BatchScheduler
-from ..batching.batcher import Actions, Batcher, build_batcher
+from ..batching.batcher import Actions, Batcher
 from ..batching.call_queue import Decision
 from ..engine.fleet import Fleet
 from ..errors import WorkerLost
@@ -172,9 +172,9 @@ def simulate(
         isinstance(part, Replay) and part.has_lengths for _, part in phases
     )
     if fixed_wait is None:
-        batcher = build_batcher(options, has_lengths=has_lengths)
+        batcher = Batcher(options, has_lengths=has_lengths)
     else:
-        batcher = build_batcher(options, has_lengths=False, scheduler_class=FixedWait)
+        batcher = Batcher(options, scheduler_class=FixedWait)
     run = _Run(
         batcher, bounds, start_duration, model, overheads or Overheads(), lengths, Random(seed),
         math.inf if requests is None else requests,
