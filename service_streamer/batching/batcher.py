@@ -394,8 +394,9 @@ class Batcher:
         is_known = search is None or batch.calls == 1
         failed = self._fail_calls(batch, failure if is_known else shared)
         if search is not None and search.deaths_left <= 0:
-            for part in self.retries.drop(search):
-                failed += self._fail_calls(part, shared)
+            for part in self.retries.waiting:
+                if part.search is search:
+                    failed += self._fail_calls(part, shared)
         self.retries.given_up(batch, failed)
 
     # -- calls that end
@@ -546,8 +547,9 @@ class Batcher:
                 self.fail(call, failure)
             self.ended, self.retries.waiting, calls = [], [], ()
         self.slots.recount(now, returned)
-        self.retries.recount()
-        running = [call for batch in self.slots.in_flight() for call, _, _ in batch.spans]
+        in_flight, retries = self.slots.in_flight(), self.retries
+        retries.waiting = [part for part in retries.waiting if part not in in_flight]
+        running = [call for batch in in_flight for call, _, _ in batch.spans]
         self._abandoned = {call for call in running if call.is_over}
         taken: defaultdict[Call, set[int]] = defaultdict(set)
         for part in self.parts():

@@ -100,9 +100,8 @@ class Retries:
         return not self.has_waiting_alone and (has_steps or not self.is_turn_of_new)
 
     def drop_unwanted(self) -> None:
-        """Drop the next parts if no caller waits for them."""
-        while self.waiting and not _unanswered(self.waiting[0].spans):
-            del self.waiting[0]
+        """Drop the parts for which no caller waits."""
+        self.waiting = [part for part in self.waiting if _unanswered(part.spans)]
 
     def next(self, now: float, expire: Callable[[Call], None]) -> BatchRecord | None:
         """The first part; None if nobody waits for it. It stays the first until ``del waiting[0]``.
@@ -122,17 +121,6 @@ class Retries:
             part = self.waiting[0] = _part(spans, part.search, part.losses, part.outages)
         part.search.runs += 1
         return part
-
-    def recount(self) -> None:
-        """Derive what waits, of which workers have some."""
-        in_flight = self._slots.in_flight()
-        self.waiting = [part for part in self.waiting if part not in in_flight]
-
-    def drop(self, search: Search) -> list[BatchRecord]:
-        """Run none of its parts any more; returns those that waited."""
-        dropped = [part for part in self.waiting if part.search is search]
-        self.waiting = [part for part in self.waiting if part.search is not search]
-        return dropped
 
     # -- what became of batches
 
