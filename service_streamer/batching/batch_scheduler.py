@@ -151,11 +151,8 @@ class BatchScheduler(Scheduler):
         # With one stage a worker is free when its batch is back.
         return 0.0 if self._slots.room == 2 else self._cost.duration(batch.cost)
 
-    def came_back(self, batch: BatchRecord) -> None:
-        self._figures.metrics.came_back(batch)
-        super().came_back(batch)
-
     def answered(self, batch: BatchRecord, calls: int) -> None:
+        super().answered(batch, calls)
         report = batch.report
         duration = report.pace
         self._figures.took(duration, 4)

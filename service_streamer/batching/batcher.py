@@ -278,15 +278,17 @@ class Batcher:
         batch = self.slots.take_back(report, now)
         batch.report, batch.back_at = report, now
         self._may_refuse = True
-        scheduler = self.scheduler
-        scheduler.came_back(batch)
+        has_steps = self.has_steps
+        self.figures.came_back(batch, self.queue.items, is_item=has_steps)
+        if has_steps and batch.spans[0][0].is_stream:
+            report.outputs = NO_OUTPUTS  # they have been handed out
         if report.failure is not None:
             self._fail_batch(batch)
         else:
             if report.stages is not None and not report.runs:
                 self.slots.stages_took(report.stages)
             # What is about to come back is known before it is decided what to cut.
-            scheduler.answered(batch, self._give_results(batch))
+            self.scheduler.answered(batch, self._give_results(batch))
         actions = self._cut(now)
         if self.on_back is None:
             batch.release()

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ..observe.metrics import Figures
-from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Reason, StepReport
+from ..observe.record import BatchRecord, Call, Reason, StepReport
 from ..supervision.autoscaling import Load
 from .call_queue import CallQueue, Decision
 from .slots import Slots
@@ -64,15 +64,9 @@ class Scheduler(ABC):
         return []
 
     @abstractmethod
-    def came_back(self, batch: BatchRecord) -> None:
-        """A batch is back, with results or a failure: count it."""
-        self._figures.note(batch, self._queue.items)
-        self._figures.recent.append(batch)
-        self._workers_before = self._slots.taking
-
-    @abstractmethod
     def answered(self, batch: BatchRecord, calls: int) -> None:
         """Of a batch that is back, and has not failed as a whole, so many calls are over."""
+        self._workers_before = self._slots.taking
 
     # -- what is decided
 
@@ -83,9 +77,10 @@ class Scheduler(ABC):
         One takes a batch: an idle one if there is any, else one that is busy.
         """
 
-    @abstractmethod
     def hopeless_for(self, call: Call, now: float) -> float:
         """How long a new call takes at the least, seconds, if it cannot be in time; else 0."""
+        takes = self._takes(call, self._queue.ahead(call))
+        return takes if takes > SURELY_LATE * (call.deadline - now) else 0.0
 
     def is_in_time_alone(self, call: Call, now: float) -> bool:
         """Whether a new call could be in time if nothing waited, and no worker was busy."""
@@ -187,13 +182,8 @@ class StepScheduler(Scheduler):
             parts.append((call, output))
         return parts
 
-    def came_back(self, batch: BatchRecord) -> None:
-        self._figures.metrics.item_over(batch)
-        if batch.spans[0][0].is_stream:
-            batch.report.outputs = NO_OUTPUTS  # they have been handed out
-        super().came_back(batch)
-
-    def answered(self, batch: BatchRecord, calls: int) -> None:  # noqa: ARG002
+    def answered(self, batch: BatchRecord, calls: int) -> None:
+        super().answered(batch, calls)
         figures = self._figures
         # Items differ far more than batches do.
         figures.took(batch.report.pace, min(4 * self._places, figures.metrics.batch.count))
@@ -203,10 +193,6 @@ class StepScheduler(Scheduler):
         if slots.idle:
             return next(iter(slots.idle)), _PLACE
         return min(slots.without_ahead, key=lambda slot: len(slots[slot].batches)), _PLACE
-
-    def hopeless_for(self, call: Call, now: float) -> float:
-        takes = self._takes(call, self._queue.ahead(call))
-        return takes if takes > SURELY_LATE * (call.deadline - now) else 0.0
 
     def _takes(self, call: Call, ahead: float = 0.0) -> float:  # noqa: ARG002
         queue, figures = self._queue, self._figures

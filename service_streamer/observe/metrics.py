@@ -338,6 +338,15 @@ class Figures:
             duration if known == math.inf else known + (duration - known) / batches
         )
 
+    def came_back(self, batch: BatchRecord, pending: int, *, is_item: bool) -> None:
+        """A batch is back, with results or a failure; of a model of steps, it is one item."""
+        if is_item:
+            self.metrics.item_over(batch)
+        else:
+            self.metrics.came_back(batch)
+        self.note(batch, pending)
+        self.recent.append(batch)
+
     def note(self, batch: BatchRecord, pending: int) -> None:
         """Note in a batch that is back, or lost, what was counted until then."""
         batch.queued, batch.pending = self.metrics.queued.total, pending
