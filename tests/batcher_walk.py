@@ -13,26 +13,17 @@ from service_streamer.supervision.health import BatchBound
 
 def make_batcher(batch_timeout: float | BatchBound | None = None, **options: Any) -> Batcher:
     """A batcher with options of ``Streamer``, and others of ``Batcher``."""
-    names = ("call_failures", "has_lengths", "round_trip", "scheduler_class")
-    own = {name: options.pop(name) for name in names if name in options}
-    if isinstance(batch_timeout, float):
-        batch_timeout = BatchBound(fixed=batch_timeout)
-    return Batcher(StreamerOptions(**options), batch_bound=batch_timeout, **own)
+    names = options.keys() & {"call_failures", "has_lengths", "round_trip"}
+    own = {name: options.pop(name) for name in names}
+    bound = BatchBound(fixed=batch_timeout) if isinstance(batch_timeout, float) else batch_timeout
+    return Batcher(StreamerOptions(**options), batch_bound=bound, **own)
 
 
 class Walk:
     """A batcher with ready workers, a clock that stands still, and invariants after every step."""
 
-    def __init__(
-        self,
-        *,
-        batch_size: int = 4,
-        max_latency: float = 0.1,
-        slots: int = 1,
-        ready: bool = True,
-        **options: Any,
-    ) -> None:
-        self.batcher = make_batcher(batch_size=batch_size, max_latency=max_latency, **options)
+    def __init__(self, *, slots: int = 1, ready: bool = True, **options: Any) -> None:
+        self.batcher = make_batcher(**{"batch_size": 4, **options})
         self.now = 0.0
         if ready:
             for slot in range(slots):

@@ -7,6 +7,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -35,19 +36,11 @@ class Workers:
         max_latency: float = 1.0,
         base: float = 0.01,
         per_unit: float = 0.001,
-        has_lengths: bool = False,
-        max_batch_cost: float | None = None,
-        round_trip: float = 0.0,
         is_known: bool = True,
+        **options: Any,
     ) -> None:
         self.base, self.per_unit = base, per_unit
-        self.batcher = make_batcher(
-            batch_size=batch_size,
-            max_latency=max_latency,
-            has_lengths=has_lengths,
-            max_batch_cost=max_batch_cost,
-            round_trip=round_trip,
-        )
+        self.batcher = make_batcher(batch_size=batch_size, max_latency=max_latency, **options)
         if is_known:
             for cost in [1, 64, 8, 32] * 10:
                 teach(self.batcher, cost, self.duration(cost), 0.0)

@@ -265,7 +265,7 @@ def test_a_stream_goes_on_with_its_outputs_once_though_a_handler_raised_while_it
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(batcher.slots, "give", interrupted)
+        patched.setattr(type(batcher.slots), "give", interrupted)
         with pytest.raises(KeyboardInterrupt):
             batcher.worker_ready(1, 0.0)
     batcher.rebuild([call], 0.0)

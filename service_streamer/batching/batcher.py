@@ -203,7 +203,8 @@ class Batcher:
         figures, slots, scheduler, queue = self.figures, self.slots, self.scheduler, self.queue
         figures.accepted_calls += 1
         figures.accepted_items += call.size
-        self._watch(call)
+        if call.deadline < math.inf:
+            self._watch(call)
         scheduler.arrived(call.size, now)
         queue.add(call)
         if slots.idle:

@@ -57,6 +57,12 @@ class Slot:
 class Slots(dict[int, Slot]):
     """The workers that are ready, by their numbers."""
 
+    # Attributes of a kind of dict are slow without.
+    __slots__ = (
+        "_seconds", "_sends_ahead", "_slowest", "beside", "bound", "grace", "health", "held_back",
+        "held_items", "idle", "next_look", "places", "room", "sizes", "taking", "without_ahead",
+    )  # fmt: skip
+
     def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
         self.bound = bound
         self.health = Health()
