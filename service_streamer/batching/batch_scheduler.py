@@ -286,9 +286,8 @@ class BatchScheduler(Scheduler):
             together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / workers
         return max(0.0, alone, together)
 
-    def _throughput(self) -> tuple[int, int, int, float, float]:
-        metrics, seconds = self._figures.metrics, self._duration(self.full)
-        return int(metrics.sizes.total), metrics.batch.count, self.full, seconds, seconds
+    def _full_batch(self) -> tuple[int, float]:
+        return self.full, self._duration(self.full)
 
     # -- decisions
 

@@ -59,8 +59,7 @@ class Scheduler(ABC):
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         """A worker has reported a step. One whose model has none only says that it has not hung."""
-        if report.slot in self._slots:
-            self._slots[report.slot].goes_on(now)
+        self._slots.stepped(report, now)
         return []
 
     @abstractmethod
@@ -96,27 +95,25 @@ class Scheduler(ABC):
         """How long a new call takes at the least, behind so much work, seconds."""
 
     @abstractmethod
-    def _throughput(self) -> tuple[int, int, int, float, float]:
-        """Items and batches that came back, and the items of a full batch; then, in seconds, what
-        that takes, and after how long a worker takes more.
-        """
+    def _full_batch(self) -> tuple[int, float]:
+        """How many items a full batch has, and how long it takes, seconds."""
 
     def load(self, waiting: int, failed: int, start_duration: float) -> Load:
         """What there is to do, for ``Autoscaling``."""
-        figures = self._figures
-        served, batches, full, seconds, turn = self._throughput()
+        figures, places = self._figures, self._slots.places or 1
+        full, seconds = self._full_batch()
         is_known = 0 < seconds < math.inf
         return Load(
             waiting=waiting,
             in_flight=self._slots.held_items,
             arrived=figures.accepted_items + figures.refused_items,
-            served=served,
-            batches=batches,
+            served=figures.served_items,
+            batches=figures.metrics.batch.count // places,
             ready=self._slots.taking,
             failed=failed,
             full=full,
             speed=full / seconds if is_known else 0.0,
-            turn=turn if is_known else 0.0,
+            turn=seconds / places if is_known else 0.0,
             start_duration=start_duration,
             refused=figures.refused_items + figures.expired_calls,
         )
@@ -134,9 +131,8 @@ class StepScheduler(Scheduler):
         self, slots: Slots, queue: CallQueue, figures: Figures, places: int, *, resumes: bool
     ) -> None:
         super().__init__(slots, queue, figures)
-        room = places + max(1, math.ceil(places * DECK_SHARE))
-        slots.begin_steps(places, room, GRACE)
-        self._places = places
+        slots.places, slots.grace, slots.sends_ahead = places, GRACE, True
+        slots.room = places + max(1, math.ceil(places * DECK_SHARE))
         self._resumes = resumes
 
     def arrived(self, size: int, now: float) -> None:
@@ -150,10 +146,10 @@ class StepScheduler(Scheduler):
         return 0.0
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
+        held = self._slots.stepped(report, now)
         if report.is_sign_of_life:
-            return super().stepped(report, now)
+            return []
         figures, metrics = self._figures, self._figures.metrics
-        held = self._slots.stepped(report.slot, now)
         metrics.stepped(report.size, report.duration)
         outputs, report.outputs, report.done = report.outputs, {}, []  # they are not kept with it
         report.at, report.pending = now, self._queue.items
@@ -186,7 +182,7 @@ class StepScheduler(Scheduler):
         super().answered(batch, calls)
         figures = self._figures
         # Items differ far more than batches do.
-        figures.took(batch.report.pace, min(4 * self._places, figures.metrics.batch.count))
+        figures.took(batch.report.pace, min(4 * self._slots.places, figures.metrics.batch.count))
 
     def decide(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
         slots = self._slots
@@ -197,14 +193,11 @@ class StepScheduler(Scheduler):
     def _takes(self, call: Call, ahead: float = 0.0) -> float:  # noqa: ARG002
         queue, figures = self._queue, self._figures
         seconds = figures.batch_duration
-        if not ahead or seconds == math.inf or figures.metrics.batch.count < self._places:
+        if not ahead or seconds == math.inf or figures.metrics.batch.count < self._slots.places:
             return 0.0
         # As many come back, whatever their lengths. Those of no length may leave no work.
         items = ahead * queue.items / (queue.work or 1.0)
-        return items * seconds / (self._places * max(1, self._workers))
+        return items * seconds / (self._slots.places * max(1, self._workers))
 
-    def _throughput(self) -> tuple[int, int, int, float, float]:
-        # All places together are one batch.
-        over, places = self._figures.metrics.batch.count, self._places
-        seconds = self._figures.batch_duration
-        return over, over // places, places, seconds, seconds / places
+    def _full_batch(self) -> tuple[int, float]:
+        return self._slots.places, self._figures.batch_duration  # all places together are one

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..observe.record import BatchRecord, BatchReport, Call
+from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..supervision.health import WARM, BatchBound, Health
 
 #: The most batches that a worker holds, but for those that it preprocesses besides.
@@ -59,14 +59,14 @@ class Slots(dict[int, Slot]):
 
     # Attributes of a kind of dict are slow without.
     __slots__ = (
-        "_seconds", "_sends_ahead", "_slowest", "beside", "bound", "grace", "health", "held_back",
-        "held_items", "idle", "next_look", "places", "room", "sizes", "taking", "without_ahead",
+        "_seconds", "_slowest", "beside", "bound", "grace", "health", "held_back", "held_items",
+        "idle", "next_look", "places", "room", "sends_ahead", "sizes", "taking", "without_ahead",
     )  # fmt: skip
 
     def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
         self.bound = bound
         self.health = Health()
-        self._sends_ahead = sends_ahead
+        self.sends_ahead = sends_ahead
         self.room = 2  # the most batches that each holds
         self.places = 0  # of a model of steps, how many items a worker steps at a time
         #: How many workers may have died with a batch that need not be alone with its worker.
@@ -121,7 +121,7 @@ class Slots(dict[int, Slot]):
             self.idle[number] = None
         else:
             self.idle.pop(number, None)
-        takes_ahead = takes and self._sends_ahead and 0 < len(held) < self.room
+        takes_ahead = takes and self.sends_ahead and 0 < len(held) < self.room
         if takes_ahead and next(iter(held.values())).losses <= self.grace:  # see ``is_alone``
             self.without_ahead[number] = None
         else:
@@ -180,11 +180,6 @@ class Slots(dict[int, Slot]):
         """When to look for workers that hang, or to ``judge``; infinity for never."""
         return min(self.next_look, self.health.due) if self.held_back else self.next_look
 
-    def begin_steps(self, places: int, room: int, grace: int) -> None:
-        """The model has steps: each batch is one item, and workers hold so many."""
-        self.places, self.room, self.grace = places, room, grace
-        self._sends_ahead = True
-
     def hold(self, call: Call) -> list[BatchRecord]:
         """A stream's item is about to rest; returns those of it that are in flight.
 
@@ -214,14 +209,15 @@ class Slots(dict[int, Slot]):
             self[batch.slot].goes_on(now)
         return rested
 
-    def stepped(self, slot: int, now: float) -> Mapping[int, BatchRecord]:
-        """The worker has taken a step with what it holds: the batches, by their ids."""
-        holder = self.get(slot)
-        if holder is None:
+    def stepped(self, report: StepReport, now: float) -> Mapping[int, BatchRecord]:
+        """The worker goes on, perhaps after a step with the batches that it holds, by their ids."""
+        slot = self.get(report.slot)
+        if slot is None:
             return {}
-        self._observe(holder, now)
-        holder.goes_on(now)
-        return holder.batches
+        if not report.is_sign_of_life:
+            self._observe(slot, now)
+        slot.goes_on(now)
+        return slot.batches
 
     def stages_took(self, stages: Sequence[float]) -> None:
         """A batch was in the stages of its worker for so long, seconds.
@@ -377,6 +373,6 @@ class Slots(dict[int, Slot]):
             is_alone = any(map(self.is_alone, batches))
             assert len(batches) <= (1 if is_alone else max(self.room, MOST_ROOM))
             assert (number in self.idle) == (not batches and slot.takes)
-            takes_ahead = slot.takes and self._sends_ahead and not is_alone
+            takes_ahead = slot.takes and self.sends_ahead and not is_alone
             takes_ahead = takes_ahead and 0 < len(batches) < self.room
             assert (number in self.without_ahead) == takes_ahead

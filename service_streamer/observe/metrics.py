@@ -317,6 +317,7 @@ class Figures:
 
     def __init__(self) -> None:
         self.accepted_calls = self.accepted_items = self.answered_calls = 0
+        self.served_items = 0  # of batches that came back
         self.failed_calls = 0  # of anything but their time
         self.expired_calls = self.cancelled_calls = 0  # whose time ended, or that were withdrawn
         #: Refused since too much waited; the engine counts those that found no room.
@@ -344,6 +345,7 @@ class Figures:
             self.metrics.item_over(batch)
         else:
             self.metrics.came_back(batch)
+        self.served_items += batch.size
         self.note(batch, pending)
         self.recent.append(batch)
 
