@@ -258,6 +258,8 @@ def test_a_stream_goes_on_with_its_outputs_once_though_a_handler_raised_while_it
     batcher.worker_ready(0, 0.0)
     call = Call(["item"], None, options=CallOptions(stream=True))
     [batch] = batcher.call_submitted(call, 0.0).batches
+    for is_held in (True, True, False, False):  # the second time a handler had raised
+        assert batcher.slots.set_held(is_held, 0.0, call=call) == [batch]
     batcher.scheduler.stepped(StepReport({batch.id: b"output"}, size=1, slot=0), 0.0)
     batcher.worker_lost(0, "died", 0.0)
 

@@ -180,34 +180,28 @@ class Slots(dict[int, Slot]):
         """When to look for workers that hang, or to ``judge``; infinity for never."""
         return min(self.next_look, self.health.due) if self.held_back else self.next_look
 
-    def hold(self, call: Call) -> list[BatchRecord]:
-        """A stream's item is about to rest; returns those of it that are in flight.
-
-        None rests in a worker that is to end when it has finished what it holds.
-        """
-        found = [
-            batch
-            for batch in self.in_flight()
-            if batch.spans[0][0] is call and self.places and not self[batch.slot].is_closing
-        ]
-        call.is_held = bool(found)
-        return found
-
-    def resume(
-        self, now: float, *, slot: int | None = None, call: Call | None = None
+    def set_held(
+        self, is_held: bool, now: float, *, call: Call | None = None, slot: int | None = None
     ) -> list[BatchRecord]:
-        """No item is to rest any more, or none of a worker or call; returns those that did."""
-        rested = [
+        """Have items of streams rest, or go on: of a call, of a worker, or all; returns which do.
+
+        None rests in a worker that is to end when it has finished what it holds. The item of a call
+        is returned again if it does so already: a signal handler may have raised before that was
+        sent.
+        """
+        changed = [
             batch
             for batch in self.in_flight()
-            if batch.spans[0][0].is_held
+            if self.places
+            and (batch.spans[0][0].is_held if call is None else batch.spans[0][0] is call)
             and slot in (None, batch.slot)
-            and call in (None, batch.spans[0][0])
+            and not (is_held and self[batch.slot].is_closing)
         ]
-        for batch in rested:
-            batch.spans[0][0].is_held = False
-            self[batch.slot].goes_on(now)
-        return rested
+        for batch in changed:
+            batch.spans[0][0].is_held = is_held
+            if not is_held:
+                self[batch.slot].goes_on(now)
+        return changed
 
     def stepped(self, report: StepReport, now: float) -> Mapping[int, BatchRecord]:
         """The worker goes on, perhaps after a step with the batches that it holds, by their ids."""

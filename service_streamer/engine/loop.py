@@ -214,7 +214,7 @@ class Loop:
 
     def _resume_all(self, now: float, slot: int | None = None) -> None:
         """No item of a model of steps is to rest any more, of this worker or of all."""
-        for batch in self.batcher.slots.resume(now, slot=slot):
+        for batch in self.batcher.slots.set_held(False, now, slot=slot):
             self.unsent.append((batch.slot, RESUME, batch.id))
 
     def _apply(self, event: FleetEvent, now: float) -> None:
