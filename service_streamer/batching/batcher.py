@@ -284,7 +284,7 @@ class Batcher:
         if has_steps and batch.spans[0][0].is_stream:
             report.outputs = NO_OUTPUTS  # they have been handed out
         if report.failure is not None:
-            self._fail_batch(batch)
+            self._fail_batch(batch, report.failure, is_loss=False)
         else:
             if report.stages is not None and not report.runs:
                 self.slots.stages_took(report.stages)
@@ -339,15 +339,6 @@ class Batcher:
                 return self._call_failures.shared(failed, False)
         return failed
 
-    def _fail_batch(self, batch: BatchRecord) -> None:
-        """The model raised on the batch: its calls fail."""
-        failure, is_shared = batch.report.failure, batch.calls > 1  # as it ran
-        shown = self._call_failures.shared(failure, False) if is_shared else failure
-        failed = self._fail_calls(batch, shown)
-        self.retries.given_up(batch, failed)
-        if is_shared and failed:
-            self.retries.raised.append(Raised(batch.calls, failed, failure, 0))
-
     def worker_lost(
         self,
         slot: int,
@@ -377,7 +368,7 @@ class Batcher:
         again = [batch for batch in lost if batch not in cut_off]
         failed = self.retries.run_again(again, failure, batch_id, begun, is_outage=is_outage)
         for batch in [*failed, *cut_off]:
-            self._give_up(batch, failure)
+            self._fail_batch(batch, failure, is_loss=True)
         if self.has_steps and self.on_back is not None:
             for batch in lost:  # perhaps after hours, so the recorder learns of its end
                 batch.report = BatchReport(batch.id, failure=failure, slot=slot)
@@ -386,21 +377,23 @@ class Batcher:
                 self.on_back(batch)
         return self._cut(now)
 
-    def _give_up(self, batch: BatchRecord, failure: Any) -> None:
-        """Fail the calls of a batch with which a worker died.
+    def _fail_batch(self, batch: BatchRecord, failure: Any, *, is_loss: bool) -> None:
+        """The model raised on the batch, or a worker died with it for good: its calls fail.
 
         If its search may cost no more deaths, all that wait there fail with it.
         """
-        search = batch.search
-        # Of a call that was alone it is known that it kills, at the end of a search too.
-        shared = self._call_failures.shared(failure, True)
-        is_known = search is None or batch.calls == 1
+        search, retries = batch.search, self.retries
+        shared = self._call_failures.shared(failure, is_loss)
+        # Of a call that was alone it is known that it is at fault, at the end of a search too.
+        is_known = batch.calls == 1 or (is_loss and search is None)
         failed = self._fail_calls(batch, failure if is_known else shared)
-        if search is not None and search.deaths_left <= 0:
-            for part in self.retries.waiting:
+        if is_loss and search is not None and search.deaths_left <= 0:
+            for part in retries.waiting:
                 if part.search is search:
                     failed += self._fail_calls(part, shared)
-        self.retries.given_up(batch, failed)
+        retries.given_up(batch, failed)
+        if failed and not is_known and not is_loss:
+            retries.raised.append(Raised(batch.calls, failed, failure, 0))
 
     # -- calls that end
 
