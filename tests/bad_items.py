@@ -11,7 +11,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from service_streamer.batching.batcher import Actions, Batcher, CallFailures
+from batcher_walk import make_batcher
+from service_streamer.batching.batcher import Actions, CallFailures
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from worker_loop import served
 
@@ -56,22 +57,16 @@ class Service:
         failure: Any = "raised",
         restart: float = 0.0,
         timeout: float = math.inf,
-        batch_size: int = 64,
-        max_latency: float = 0.1,
         **options: Any,
     ) -> None:
         self._item = item
         self._seconds, self._fails, self._failure = seconds, fails, failure
         self._restart = restart
         self._timeout = timeout
-        self.batcher = Batcher(
-            batch_size=batch_size,
-            max_latency=max_latency,
-            call_failures=CallFailures(
-                "expired", "expired", lambda _, is_loss: "shared loss" if is_loss else "shared"
-            ),
-            **options,
+        failures = CallFailures(
+            "expired", "expired", lambda _, is_loss: "shared loss" if is_loss else "shared"
         )
+        self.batcher = make_batcher(call_failures=failures, **options)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count, self._looks = itertools.count(), itertools.count()
         self.now = 0.0

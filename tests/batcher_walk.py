@@ -7,21 +7,23 @@ from typing import Any
 
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from service_streamer.options.table import StreamerOptions
+from service_streamer.supervision.health import BatchBound
+
+
+def make_batcher(batch_timeout: float | BatchBound | None = None, **options: Any) -> Batcher:
+    """A batcher with options of ``Streamer``, and others of ``Batcher``."""
+    names = options.keys() & {"call_failures", "has_lengths", "round_trip"}
+    own = {name: options.pop(name) for name in names}
+    bound = BatchBound(fixed=batch_timeout) if isinstance(batch_timeout, float) else batch_timeout
+    return Batcher(StreamerOptions(**options), batch_bound=bound, **own)
 
 
 class Walk:
     """A batcher with ready workers, a clock that stands still, and invariants after every step."""
 
-    def __init__(
-        self,
-        *,
-        batch_size: int = 4,
-        max_latency: float = 0.1,
-        slots: int = 1,
-        ready: bool = True,
-        **options: Any,
-    ) -> None:
-        self.batcher = Batcher(batch_size=batch_size, max_latency=max_latency, **options)
+    def __init__(self, *, slots: int = 1, ready: bool = True, **options: Any) -> None:
+        self.batcher = make_batcher(**{"batch_size": 4, **options})
         self.now = 0.0
         if ready:
             for slot in range(slots):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from batcher_walk import make_batcher
 from service_streamer import Future, PredictTimeout, WorkerStartError
-from service_streamer.batching.batcher import Batcher, CallFailures
+from service_streamer.batching.batcher import CallFailures
 from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import Loss
@@ -19,17 +20,13 @@ class StubEngine:
     """Closes at the end of its block; the options are those of ``Batcher``."""
 
     def __init__(
-        self,
-        worker_num: int = 1,
-        batch_size: int = 4,
-        most: int | None = None,
-        **options: Any,
+        self, worker_num: int = 1, batch_size: int = 4, most: int | None = None, **options: Any
     ) -> None:
         self.clock = ManualClock()
         self.transport = StubTransport(self.clock)
         options = {"max_latency": 0.125, **options}
         failures = CallFailures(Failure(PredictTimeout("expired")))
-        self.batcher = Batcher(batch_size=batch_size, call_failures=failures, **options)
+        self.batcher = make_batcher(batch_size=batch_size, call_failures=failures, **options)
         fleet = Fleet(self.batcher, worker_num, most or worker_num)
         self.supervisor, self.scaling = fleet.supervisor, fleet.scaling
         self.supervisor.max_restarts, self.supervisor.jitter = 1, lambda: 0.0

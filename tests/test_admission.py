@@ -10,7 +10,8 @@ from random import Random
 
 import pytest
 
-from service_streamer.batching.batcher import Actions, Batcher
+from batcher_walk import make_batcher
+from service_streamer.batching.batcher import Actions
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 
 #: What a batch costs beside its items, and what each unit of length costs, seconds.
@@ -37,7 +38,9 @@ class World:
         self.took: list[float] = []
         self.late = 0
         self._has_lengths, self._noise, self._random = has_lengths, noise, Random(1)
-        self._batcher = Batcher(batch_size=batch_size, max_latency=0.01, has_lengths=has_lengths)
+        self._batcher = make_batcher(
+            batch_size=batch_size, max_latency=0.01, has_lengths=has_lengths
+        )
         self._back: list[tuple[float, int, float, BatchRecord]] = []
         self._ends: list[tuple[float, int, Call]] = []
         self._free_at = dict.fromkeys(range(workers), 0.0)
@@ -239,7 +242,7 @@ def test_short_text_is_accepted_behind_long_ones_of_which_one_more_is_not() -> N
 
 def test_large_call_counts_as_two_batches_of_those_that_may_wait() -> None:
     """Others overtake the rest of it."""
-    batcher = Batcher(batch_size=8, max_latency=0.01, max_pending=100)
+    batcher = make_batcher(batch_size=8, max_latency=0.01, max_pending=100)
     large = Call([None] * 100, None)
     batcher.call_submitted(large, 0.0)
     assert batcher.queue.counted == 16
@@ -256,7 +259,7 @@ def test_large_call_counts_as_two_batches_of_those_that_may_wait() -> None:
 def test_rounding_of_very_different_lengths_refuses_no_call_with_an_error() -> None:
     """Of items without a length nothing but an error of rounding may be left, as in this order."""
     random, held, now = Random(7), [], 0.0
-    batcher = Batcher(batch_size=2, max_latency=0.01, has_lengths=True)
+    batcher = make_batcher(batch_size=2, max_latency=0.01, has_lengths=True)
     batcher.begin_steps(1)
     batcher.worker_ready(0, 0.0)
     for _ in range(400):

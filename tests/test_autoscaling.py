@@ -436,10 +436,10 @@ def test_refused_items_are_counted_for_the_scaling(size: int, timeout: float | N
     for _ in range(50 if timeout else 1):  # and it is known how fast batches come back
         setup.clock.advance(0.1)
         setup.transport.echo(duration=0.1)
-    before = setup.batcher.scheduler.load(0, 1.0)
+    before = setup.batcher.scheduler.load(0, 0, 1.0)
     with pytest.raises((Overloaded, PredictTimeout)):
         setup.submit(*range(size), timeout=timeout)
-    after = setup.batcher.scheduler.load(0, 1.0)
+    after = setup.batcher.scheduler.load(0, 0, 1.0)
     assert after.arrived - before.arrived == size
     assert after.refused - before.refused >= size
     setup.engine.close(drain=False, timeout=None)

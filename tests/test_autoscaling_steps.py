@@ -11,7 +11,7 @@ import pytest
 
 import service_streamer.supervision.autoscaling as autoscaling
 from cases import long_cases
-from service_streamer.batching.batcher import Actions, build_batcher
+from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchReport, Call
 from service_streamer.options.table import StreamerOptions
 from service_streamer.simulate import Simulation, count_turns
@@ -44,7 +44,7 @@ class Stepped(Simulation):
     def __init__(self, places: int) -> None:
         self.places = places
         self.random = random.Random(1)
-        batcher = build_batcher(StreamerOptions(batch_size=places), has_lengths=False)
+        batcher = Batcher(StreamerOptions(batch_size=places))
         batcher.begin_steps(places)
         super().__init__(batcher, 1, 16, START)
         self.held: dict[int, dict[int, Item]] = {}  # by worker and batch
@@ -125,14 +125,14 @@ def test_after_a_step_of_the_load_items_wait_for_twice_the_target_at_most(places
 
 
 def test_what_a_worker_computes_is_learned_from_many_items() -> None:
-    batcher = build_batcher(StreamerOptions(batch_size=8), has_lengths=False)
+    batcher = Batcher(StreamerOptions(batch_size=8))
     batcher.begin_steps(8)
     batcher.worker_ready(0, 0.0)
     for number in range(80):
         (batch,) = batcher.call_submitted(Call([number], None), float(number)).batches
         took = 9.0 if number % 4 == 0 else 1.0  # 3 s on average
         batcher.batch_returned(BatchReport(batch.id, [None], duration=took, slot=0), number + 0.5)
-    load = batcher.scheduler.load(0, 1.0)
+    load = batcher.scheduler.load(0, 0, 1.0)
     assert load.speed == pytest.approx(8 / 3, rel=0.1)
     assert load.turn == pytest.approx(3 / 8, rel=0.1)
     assert (load.served, load.batches) == (80, 10)  # as many as all places compute at once

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from batcher_walk import Walk
+from batcher_walk import Walk, make_batcher
 from service_streamer import Reason
-from service_streamer.batching.batcher import Actions, Batcher, CallFailures
+from service_streamer.batching.batcher import Actions, CallFailures
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.supervision.health import BatchBound
 
@@ -26,7 +26,7 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
 ) -> None:
     def cut_at(past: bool) -> list[tuple[Any, ...]]:
         """What is said of each batch, in the end; ``calls_submitted`` cuts from the queue."""
-        batcher = Batcher(batch_size=4, max_latency=0.1, has_lengths=has_lengths)
+        batcher = make_batcher(batch_size=4, max_latency=0.1, has_lengths=has_lengths)
         for slot in range(workers):
             batcher.worker_ready(slot, 0.0)
         said: list[tuple[Any, ...]] = []

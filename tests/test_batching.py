@@ -7,9 +7,11 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from batcher_walk import make_batcher
 from service_streamer import Reason
 from service_streamer.batching.batch_scheduler import least_in_time, size_in_time
 from service_streamer.batching.batcher import Batcher
@@ -34,19 +36,11 @@ class Workers:
         max_latency: float = 1.0,
         base: float = 0.01,
         per_unit: float = 0.001,
-        has_lengths: bool = False,
-        max_batch_cost: float | None = None,
-        round_trip: float = 0.0,
         is_known: bool = True,
+        **options: Any,
     ) -> None:
         self.base, self.per_unit = base, per_unit
-        self.batcher = Batcher(
-            batch_size=batch_size,
-            max_latency=max_latency,
-            has_lengths=has_lengths,
-            max_batch_cost=max_batch_cost,
-            round_trip=round_trip,
-        )
+        self.batcher = make_batcher(batch_size=batch_size, max_latency=max_latency, **options)
         if is_known:
             for cost in [1, 64, 8, 32] * 10:
                 teach(self.batcher, cost, self.duration(cost), 0.0)
@@ -247,7 +241,7 @@ def test_items_that_come_together_are_cut_as_it_pays(
 
 def learned(base: float, per_unit: float, noise: float = 0.0) -> Batcher:
     """A batcher that has seen many batches, of which each other one took longer by the noise."""
-    batcher = Batcher(batch_size=8, max_latency=1.0)
+    batcher = make_batcher(batch_size=8, max_latency=1.0)
     for number in range(600):
         size = (1, 8, 4)[number % 3]
         duration = (base + per_unit * size) * (1.0 + noise * (-1) ** number)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import models
+from batcher_walk import make_batcher
 from service_streamer import Reason, RedisStreamer, RedisWorker, StreamerStats, ThreadedStreamer
-from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.explain import explain
 from service_streamer.observe.metrics import RECENT, Summary, summarize
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
@@ -337,7 +337,7 @@ def test_whatever_happened_there_is_something_to_say_and_no_number_is_odd() -> N
 
 
 def test_the_batcher_keeps_what_there_is_to_sum_up() -> None:
-    batcher = Batcher(batch_size=4, max_latency=0.125)
+    batcher = make_batcher(batch_size=4, max_latency=0.125)
     now = 0.0
     batcher.worker_ready(0, now)
     for i in range(RECENT + 10):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bad_items import Service
+from batcher_walk import make_batcher
 from service_streamer import BadMessage, InvalidInput, UnpicklableItem
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
@@ -104,7 +105,7 @@ def test_bad_callers_have_few_workers_replaced(
     service.run(5.0)
     assert len(service.condemned) <= (1 if good else 0)
     if not good:
-        assert service.batcher.health.is_failing(service.now)
+        assert service.batcher.slots.health.is_failing(service.now)
 
 
 @KINDS
@@ -118,7 +119,7 @@ def test_one_that_fails_everything_is_replaced_once(good: int, options: dict[str
     assert [slot for _, slot in service.condemned] == [2]
     assert service.condemned[0][0] < 10.0
     assert service.failed() <= 20 * good  # until another one has computed its first batch
-    assert not service.batcher.health.is_failing(service.now)
+    assert not service.batcher.slots.health.is_failing(service.now)
 
 
 @KINDS
@@ -172,7 +173,7 @@ def test_workers_are_left_alone_when_no_other_one_does_better(
     )  # fmt: skip
     service.run(100.0)
     assert service.condemned == []
-    assert service.batcher.health.is_failing(service.now) == is_failing
+    assert service.batcher.slots.health.is_failing(service.now) == is_failing
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def submit(batcher: Batcher) -> Actions:
 
 def batcher_that_holds_back() -> Batcher:
     """Of five workers two fail everything: 1 was replaced just now, so 0 is held back."""
-    batcher = Batcher(max_latency=0.0, batch_size=2)
+    batcher = make_batcher(max_latency=0.0, batch_size=2)
     for slot in range(5):
         batcher.worker_ready(slot, 0.0)
     condemned: list[int] = []
@@ -254,7 +255,7 @@ def test_worker_that_is_held_back_is_replaced_in_its_time_though_nothing_happens
 
 
 def test_failing_worker_goes_on_if_the_only_other_one_is_about_to_end() -> None:
-    batcher = Batcher(max_latency=0.0, batch_size=1)
+    batcher = make_batcher(max_latency=0.0, batch_size=1)
     for slot in (0, 1):
         batcher.worker_ready(slot, 0.0)
     batches = [batch for _ in range(3) for batch in submit(batcher).batches]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from batcher_walk import make_batcher
 from preprocess_models import NamesInvalid
 from service_streamer import (
     BadModelOutput,
@@ -242,7 +243,7 @@ def test_invalid_items_are_copied_and_pickled_with_their_errors() -> None:
 
 def test_nothing_is_learned_from_items_that_were_not_computed() -> None:
     def batcher(*, invalid: int, computed: int) -> Batcher:
-        learned = Batcher(batch_size=64, max_latency=0.1)
+        learned = make_batcher(batch_size=64, max_latency=0.1)
         for _ in range(20):
             for failed, size, took in [
                 (0, 64, 0.068),

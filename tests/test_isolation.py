@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from bad_items import Service, share_of_bad
+from batcher_walk import make_batcher
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, CallOptions, StepReport
 
@@ -141,7 +142,7 @@ def test_good_calls_are_in_time_after_a_death_also_if_batches_take_long(
 
 def batch_of(items: int) -> tuple[Batcher, list[Call]]:
     """A batch of lone calls, which waits for the first worker; the first item is the culprit."""
-    batcher = Batcher(batch_size=items, max_latency=0.0)
+    batcher = make_batcher(batch_size=items, max_latency=0.0)
     calls = [Call([number], None) for number in range(items)]
     for call in calls:
         batcher.call_submitted(call, 0.0)
@@ -188,7 +189,7 @@ def test_a_host_that_is_lost_with_all_parts_counts_once_for_each() -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_waited_at_a_lost_host_behind_another_batch_is_not_charged(is_known: bool) -> None:
-    batcher = Batcher(batch_size=1, max_latency=0.0, max_attempts=2)
+    batcher = make_batcher(batch_size=1, max_latency=0.0, max_attempts=2)
     first, behind = Call(["first"], None), Call(["behind"], None)
     for call in (first, behind):
         batcher.call_submitted(call, 0.0)
@@ -202,7 +203,7 @@ def test_what_waited_at_a_lost_host_behind_another_batch_is_not_charged(is_known
 
 
 def test_all_that_a_lost_host_stepped_at_once_is_charged() -> None:
-    batcher = Batcher(batch_size=2, max_latency=0.0)
+    batcher = make_batcher(batch_size=2, max_latency=0.0)
     batcher.begin_steps(2)
     for name in "ab":
         batcher.call_submitted(Call([name], None), 0.0)
@@ -213,7 +214,7 @@ def test_all_that_a_lost_host_stepped_at_once_is_charged() -> None:
 
 
 def test_a_batch_that_is_given_up_since_its_callers_have_gone_says_nothing_of_others() -> None:
-    batcher = Batcher(batch_size=8, max_latency=0.0)
+    batcher = make_batcher(batch_size=8, max_latency=0.0)
     batcher.worker_ready(0, 0.0)
     for _ in range(9):
         calls = [Call([None], None, more=True) for _ in range(8)]
@@ -235,7 +236,7 @@ def test_a_batch_that_is_given_up_since_its_callers_have_gone_says_nothing_of_ot
 
 def test_a_part_that_no_caller_waits_for_any_more_holds_up_no_batch() -> None:
     """Another batch of its call has failed meanwhile. A full one is sent ahead all the same."""
-    batcher = Batcher(batch_size=5, max_latency=0.0)
+    batcher = make_batcher(batch_size=5, max_latency=0.0)
     for slot in range(3):
         batcher.worker_ready(slot, 0.0)
     first, _, third = batcher.call_submitted(Call([None] * 3, None), 0.0).batches
@@ -252,11 +253,13 @@ def test_a_part_that_no_caller_waits_for_any_more_holds_up_no_batch() -> None:
 def test_a_stream_goes_on_with_its_outputs_once_though_a_handler_raised_while_it_was_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    batcher = Batcher(batch_size=2, max_latency=0.0)
+    batcher = make_batcher(batch_size=2, max_latency=0.0)
     batcher.begin_steps(2, resumes=True)
     batcher.worker_ready(0, 0.0)
     call = Call(["item"], None, options=CallOptions(stream=True))
     [batch] = batcher.call_submitted(call, 0.0).batches
+    for is_held in (True, True, False, False):  # the second time a handler had raised
+        assert batcher.slots.set_held(is_held, 0.0, call=call) == [batch]
     batcher.scheduler.stepped(StepReport({batch.id: b"output"}, size=1, slot=0), 0.0)
     batcher.worker_lost(0, "died", 0.0)
 
@@ -264,7 +267,7 @@ def test_a_stream_goes_on_with_its_outputs_once_though_a_handler_raised_while_it
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(batcher.slots, "give", interrupted)
+        patched.setattr(type(batcher.slots), "give", interrupted)
         with pytest.raises(KeyboardInterrupt):
             batcher.worker_ready(1, 0.0)
     batcher.rebuild([call], 0.0)

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batcher_walk import make_batcher
 from cases import long_cases
-from service_streamer.batching.batcher import Batcher, CallFailures
+from service_streamer.batching.batcher import CallFailures
 from service_streamer.observe.record import (
     ORDINARY,
     BatchRecord,
@@ -48,12 +49,10 @@ class Line:
     def __init__(
         self, batch_size: int = 1, *, weights: Mapping[str, float] | None = None, **options: Any
     ) -> None:
-        self.batcher = Batcher(
-            batch_size=batch_size,
-            max_latency=0.0,
-            call_failures=CallFailures("too late"),
-            tenant_weights=weights,
-            **{"max_attempts": 1, **options},  # so that nothing is sent ahead
+        options = {"max_attempts": 1, "max_latency": 0.0, **options}  # nothing is sent ahead
+        failures = CallFailures("too late")
+        self.batcher = make_batcher(
+            batch_size=batch_size, tenant_weights=weights, call_failures=failures, **options
         )
         self._has_lengths = bool(options.get("has_lengths"))
         self.now = 0.0

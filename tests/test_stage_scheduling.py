@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from batcher_walk import make_batcher
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchReport, Call
 
@@ -32,7 +33,7 @@ class Pipeline:
         slowest_return: float = 0.003,
         workers: int = 1,
     ) -> None:
-        self.batcher = Batcher(batch_size=BATCH_SIZE, max_latency=0.1)
+        self.batcher = make_batcher(batch_size=BATCH_SIZE, max_latency=0.1)
         self.now = 0.0
         self._stages = (before, base, per_item, after)
         self._slowest_return = slowest_return
@@ -139,7 +140,7 @@ def test_a_lone_caller_waits_for_nothing() -> None:
 
 def warm_batcher() -> Batcher:
     """Its worker has computed batches whose three stages took 10 ms each."""
-    batcher = Batcher(batch_size=BATCH_SIZE, max_latency=0.1)
+    batcher = make_batcher(batch_size=BATCH_SIZE, max_latency=0.1)
     batcher.worker_ready(0, 0.0)
     for number, size in enumerate([1, 2, 4, 8] * 12):
         (batch,) = batcher.call_submitted(Call([0] * size, None), number * 0.03).batches

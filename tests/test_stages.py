@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from batcher_walk import make_batcher
 from serve_process import until
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost
-from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.record import Call
 from service_streamer.testing import Gate
 from service_streamer.workers.model_spec import ModelSpec
@@ -527,7 +527,7 @@ def test_every_batch_is_answered_once_and_rightly(
 def test_a_worker_is_sent_as_many_batches_as_its_stages_need(
     stages: tuple[float, float, float], count: int
 ) -> None:
-    batcher, now = Batcher(batch_size=1, max_latency=0.1), 0.0
+    batcher, now = make_batcher(batch_size=1, max_latency=0.1), 0.0
     sent = [*batcher.worker_ready(0, now).batches]
     for number in range(100):
         sent += batcher.call_submitted(Call([number], None), now).batches

@@ -19,6 +19,7 @@ from typing import Any
 
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, CallOptions
+from service_streamer.options.table import StreamerOptions
 
 __all__ = ["CASES", "Case", "cost"]
 
@@ -93,7 +94,7 @@ def cost(case: Case, count: int) -> float:
         call = Call([number], None)
         case.dress(call, number)
         made.append(call)
-    batcher = Batcher(batch_size=BATCH_SIZE, max_latency=0.1, **case.options)
+    batcher = Batcher(StreamerOptions(batch_size=BATCH_SIZE, max_latency=0.1), **case.options)
     gc.collect()
     gc.disable()
     started = time.thread_time()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.service import Batch, Job
-from service_streamer.batching.batcher import Actions, build_batcher
+from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchReport, Call
 from service_streamer.options.table import StreamerOptions
 
@@ -23,7 +23,7 @@ class Learned:
 
     def __init__(self, workers: int, batch_size: int, *, has_lengths: bool) -> None:
         options = StreamerOptions(batch_size=batch_size)
-        self._batcher = build_batcher(options, has_lengths=has_lengths)
+        self._batcher = Batcher(options, has_lengths=has_lengths)
         self._has_lengths = has_lengths
         for slot in range(workers):
             self._batcher.worker_ready(slot, 0.0)

@@ -20,11 +20,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
+from ..observe.metrics import Figures
 from ..observe.record import BatchRecord, Call, Reason
-from .call_ledger import CallLedger
-from .call_queue import FIXED_COSTS, UNKNOWN, Decision, Finish
+from ..options.table import StreamerOptions
+from .call_queue import FIXED_COSTS, UNKNOWN, CallQueue, Decision, Finish
 from .learning import LEARNING_RATE, RATE_BATCHES, ArrivalForecast
 from .scheduler import SURELY_LATE, Scheduler
+from .slots import Slots
 
 #: While the scheduler waits for callers, it decides again when this share of those who are missing
 #: has come. To decide with each of 64 took 0.7 ms of every batch. Chosen by reasoning: the number
@@ -110,18 +112,17 @@ class BatchScheduler(Scheduler):
 
     def __init__(
         self,
-        ledger: CallLedger,
-        batch_size: int,
-        max_latency: float,
-        *,
-        max_batch_cost: float = math.inf,
-        round_trip: float = 0.0,
+        slots: Slots,
+        queue: CallQueue,
+        figures: Figures,
+        options: StreamerOptions,
+        round_trip: float,
     ) -> None:
-        super().__init__(ledger)
-        self._batch_size = batch_size
-        self._max_latency = max_latency
-        self._max_batch_cost = max_batch_cost
-        self._cost, self._has_lengths = ledger.queue.cost, ledger.queue.has_lengths
+        super().__init__(slots, queue, figures)
+        self._batch_size = options.batch_size
+        self._max_latency = options.max_latency
+        self._max_batch_cost = options.max_batch_cost or math.inf
+        self._cost, self._has_lengths = queue.cost, queue.has_lengths
         self._arrivals = ArrivalForecast(round_trip)
         self._waits_until = -math.inf  # until when the last decision was to wait
         self._alone = 0  # batches in a row of one item, behind which none waited
@@ -150,11 +151,8 @@ class BatchScheduler(Scheduler):
         # With one stage a worker is free when its batch is back.
         return 0.0 if self._slots.room == 2 else self._cost.duration(batch.cost)
 
-    def came_back(self, batch: BatchRecord) -> None:
-        self._figures.metrics.came_back(batch)
-        super().came_back(batch)
-
     def answered(self, batch: BatchRecord, calls: int) -> None:
+        super().answered(batch, calls)
         report = batch.report
         duration = report.pace
         self._figures.took(duration, 4)
@@ -262,7 +260,7 @@ class BatchScheduler(Scheduler):
             return 0.0  # also if each item was computed alone, as nearly always
         takes = self._takes(call, queue.ahead(call))
         if not slots.idle and slots.room == 2:  # else several stages are at batches
-            begins = [slots.begins_at(n, now, cost.duration) for n in slots.numbers()]
+            begins = [slots.begins_at(n, now, cost.duration) for n in slots]
             takes += max(0.0, 1.0 - self._margin) * (min(begins, default=now) - now)
         return takes if takes > SURELY_LATE * left else 0.0
 
@@ -288,9 +286,8 @@ class BatchScheduler(Scheduler):
             together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / workers
         return max(0.0, alone, together)
 
-    def _throughput(self) -> tuple[int, int, int, float, float]:
-        metrics, seconds = self._figures.metrics, self._duration(self.full)
-        return int(metrics.sizes.total), metrics.batch.count, self.full, seconds, seconds
+    def _full_batch(self) -> tuple[int, float]:
+        return self.full, self._duration(self.full)
 
     # -- decisions
 
@@ -373,7 +370,7 @@ class BatchScheduler(Scheduler):
         What is not full may still grow until a worker can take it. And where another worker has
         less than a full batch, it is the first to be free, and takes its share.
         """
-        items, full, in_flight = self._queue.items, self.full, self._slots.items
+        items, full, in_flight = self._queue.items, self.full, self._slots.held_items
         if items < full or max(items, in_flight) < full * self._slots.taking:
             return _NOT_AHEAD
         oldest = self._queue.oldest_arrival()
@@ -387,7 +384,7 @@ class BatchScheduler(Scheduler):
     ) -> tuple[int, Reason]:
         """How many items the next batch should have, with those that are expected, and why."""
         items, workers = self._queue.items, self._slots.taking
-        size, reason = self._size(items + expected, workers, self._slots.items)
+        size, reason = self._size(items + expected, workers, self._slots.held_items)
         if reason is Reason.PAYS and workers == 1 and deadline < math.inf:
             size = items  # many small batches together would take longer
         if size >= self.full:

@@ -100,9 +100,8 @@ class Retries:
         return not self.has_waiting_alone and (has_steps or not self.is_turn_of_new)
 
     def drop_unwanted(self) -> None:
-        """Drop the next parts if no caller waits for them."""
-        while self.waiting and not _unanswered(self.waiting[0].spans):
-            del self.waiting[0]
+        """Drop the parts for which no caller waits."""
+        self.waiting = [part for part in self.waiting if _unanswered(part.spans)]
 
     def next(self, now: float, expire: Callable[[Call], None]) -> BatchRecord | None:
         """The first part; None if nobody waits for it. It stays the first until ``del waiting[0]``.
@@ -123,37 +122,50 @@ class Retries:
         part.search.runs += 1
         return part
 
-    def recount(self) -> None:
-        """Derive what waits, of which workers have some."""
-        in_flight = self._slots.in_flight()
-        self.waiting = [part for part in self.waiting if part not in in_flight]
-
-    def drop(self, search: Search) -> list[BatchRecord]:
-        """Run none of its parts any more; returns those that waited."""
-        dropped = [part for part in self.waiting if part.search is search]
-        self.waiting = [part for part in self.waiting if part.search is not search]
-        return dropped
-
     # -- what became of batches
 
     def run_again(
         self,
-        batch: BatchRecord,
+        lost: Sequence[BatchRecord],
         failure: Any,
+        batch_id: int | None,
+        begun: frozenset[int] | None,
         *,
-        is_to_blame: bool,
-        as_it_was: bool,
-        attempts: float = math.inf,
-        outages: int = 0,
+        is_outage: bool,
+    ) -> list[BatchRecord]:
+        """A worker was lost with these batches, in the order in which they were sent.
+
+        See ``Batcher.worker_lost``. Returns those that are not run again, so that their calls fail.
+        """
+        given_up: list[BatchRecord] = []
+        for position, batch in enumerate(lost):
+            is_begun = begun is None or batch.id in begun
+            # One that was sent ahead has probably not begun, and is run as a whole first.
+            is_ahead = begun is None and position > 0
+            attempts = self._max_attempts
+            if is_outage:  # whatever it computed; but an item may end one host after the other
+                is_one_by_one = not (self._slots.places or self._slots.beside)
+                is_to_blame = is_begun and not (is_ahead and is_one_by_one)
+                is_ahead = False
+                if is_to_blame and batch.outages < MOST_OUTAGES:
+                    batch.outages, is_to_blame = batch.outages + 1, False
+            elif batch_id is not None:
+                # What a device was asked to do it may say later, of another batch.
+                is_to_blame = batch.id == batch_id or (begun is not None and is_begun)
+                is_ahead, attempts = False, min(attempts, MOST_DEVICE_FAILURES)
+            else:
+                is_to_blame = is_begun
+            if not self._run_again(batch, failure, is_to_blame, is_ahead, attempts):
+                given_up.append(batch)
+        return given_up
+
+    def _run_again(
+        self, batch: BatchRecord, failure: Any, is_to_blame: bool, as_it_was: bool, attempts: int
     ) -> bool:
-        """A worker was lost with the batch: it is run again, or else its calls fail.
+        """Run it again, unless its calls are to fail.
 
         If its items may have killed the worker it is run in parts, or once more ``as_it_was``. If
         another death is the last that they may be there for, they are run one by one.
-
-        Args:
-            attempts: so many at most, if that is less than ``max_attempts``.
-            outages: of its host, that count as such.
         """
         spans = _unanswered(batch.spans)
         if self._max_attempts == 1 or not spans:
@@ -165,16 +177,16 @@ class Retries:
         losses, parts = batch.losses, [spans]
         if is_to_blame:
             search.deaths_left -= 1
-            losses, most = losses + 1, min(self._max_attempts, attempts)
+            losses += 1
             # As it ran: if one item is left of several, it is not known to be to blame.
-            is_guilty = batch.size == 1 and losses >= most
+            is_guilty = batch.size == 1 and losses >= attempts
             if is_guilty or search.deaths_left <= 0:
                 return False
             if not as_it_was:
                 items = [(call, i, i + 1) for call, start, end in spans for i in range(start, end)]
-                room = 1 if losses + 1 >= most else math.isqrt(len(items))
+                room = 1 if losses + 1 >= attempts else math.isqrt(len(items))
                 parts = [items[at : at + room] for at in range(0, len(items), room)]
-        again = [_part(spans, search, losses, batch.outages + outages) for spans in parts]
+        again = [_part(spans, search, losses, batch.outages) for spans in parts]
         self.retried_items += sum(part.size for part in again)
         self.waiting += again
         return True

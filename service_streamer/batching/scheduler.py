@@ -1,6 +1,6 @@
 """Who takes what waits, and when: one scheduler for batches, and one for models of steps.
 
-Both look at one ``CallLedger``. A worker of a model of steps has places, one for each item that it
+A worker of a model of steps has places, one for each item that it
 steps. Its scheduler fills those that are free, and sends a few items more, so that a place that
 becomes free is taken before the next step: to ask for one would take a step. Who waits is better
 kept here than there, since here deadlines, priorities and tenants are looked at to the last. So
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
-from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Reason, StepReport
+from ..observe.metrics import Figures
+from ..observe.record import BatchRecord, Call, Reason, StepReport
 from ..supervision.autoscaling import Load
-from .call_ledger import CallLedger
-from .call_queue import Decision
+from .call_queue import CallQueue, Decision
+from .slots import Slots
 
 #: A new call that takes so many times its time is hopeless. In simulations all of those that are
 #: refused would have been late with this, and 95 % without it.
@@ -43,9 +43,8 @@ class Scheduler(ABC):
 
     full = 1
 
-    def __init__(self, ledger: CallLedger) -> None:
-        self._ledger = ledger
-        self._slots, self._queue, self._figures = ledger.slots, ledger.queue, ledger.figures
+    def __init__(self, slots: Slots, queue: CallQueue, figures: Figures) -> None:
+        self._slots, self._queue, self._figures = slots, queue, figures
         self._workers_before = 0  # that took batches when one was back last
 
     # -- what happens
@@ -60,34 +59,13 @@ class Scheduler(ABC):
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         """A worker has reported a step. One whose model has none only says that it has not hung."""
-        if report.slot in self._slots:
-            self._slots[report.slot].goes_on(now)
+        self._slots.stepped(report, now)
         return []
-
-    @abstractmethod
-    def came_back(self, batch: BatchRecord) -> None:
-        """A batch is back, with results or a failure: count it."""
-        self.note(batch)
-        self._figures.recent.append(batch)
-        self._workers_before = self._slots.taking
-
-    def note(self, batch: BatchRecord) -> None:
-        """Note in a batch that is back, or lost, what was counted until then."""
-        figures = self._figures
-        batch.queued = figures.metrics.queued.total
-        batch.pending = self._queue.items
-        batch.answered, batch.failed = figures.answered_calls, figures.failed_calls
-        batch.expired, batch.rejected = figures.expired_calls, figures.rejected_calls
 
     @abstractmethod
     def answered(self, batch: BatchRecord, calls: int) -> None:
         """Of a batch that is back, and has not failed as a whole, so many calls are over."""
-
-    def divide_lost(
-        self, lost: Sequence[BatchRecord]
-    ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
-        """Of what a worker took with it: what can begin again or go on, and what cannot."""
-        return lost, ()
+        self._workers_before = self._slots.taking
 
     # -- what is decided
 
@@ -98,9 +76,10 @@ class Scheduler(ABC):
         One takes a batch: an idle one if there is any, else one that is busy.
         """
 
-    @abstractmethod
     def hopeless_for(self, call: Call, now: float) -> float:
         """How long a new call takes at the least, seconds, if it cannot be in time; else 0."""
+        takes = self._takes(call, self._queue.ahead(call))
+        return takes if takes > SURELY_LATE * (call.deadline - now) else 0.0
 
     def is_in_time_alone(self, call: Call, now: float) -> bool:
         """Whether a new call could be in time if nothing waited, and no worker was busy."""
@@ -116,38 +95,28 @@ class Scheduler(ABC):
         """How long a new call takes at the least, behind so much work, seconds."""
 
     @abstractmethod
-    def _throughput(self) -> tuple[int, int, int, float, float]:
-        """Items and batches that came back, and the items of a full batch; then, in seconds, what
-        that takes, and after how long a worker takes more.
-        """
+    def _full_batch(self) -> tuple[int, float]:
+        """How many items a full batch has, and how long it takes, seconds."""
 
-    def load(self, failed: int, start_duration: float) -> Load:
+    def load(self, waiting: int, failed: int, start_duration: float) -> Load:
         """What there is to do, for ``Autoscaling``."""
-        figures = self._figures
-        served, batches, full, seconds, turn = self._throughput()
+        figures, places = self._figures, self._slots.places or 1
+        full, seconds = self._full_batch()
         is_known = 0 < seconds < math.inf
         return Load(
-            waiting=self._ledger.pending_items,
-            in_flight=self._slots.items,
+            waiting=waiting,
+            in_flight=self._slots.held_items,
             arrived=figures.accepted_items + figures.refused_items,
-            served=served,
-            batches=batches,
+            served=figures.served_items,
+            batches=figures.metrics.batch.count // places,
             ready=self._slots.taking,
             failed=failed,
             full=full,
             speed=full / seconds if is_known else 0.0,
-            turn=turn if is_known else 0.0,
+            turn=seconds / places if is_known else 0.0,
             start_duration=start_duration,
             refused=figures.refused_items + figures.expired_calls,
         )
-
-    def check_invariants(self, batch_size: int, deadline: float) -> None:
-        """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
-        slots, queue, retries = self._slots, self._queue, self._ledger.retries
-        if slots.idle and (retries.waiting or queue.items):
-            assert not retries.waiting
-            assert queue.items < batch_size
-            assert deadline < math.inf
 
 
 class StepScheduler(Scheduler):
@@ -158,12 +127,13 @@ class StepScheduler(Scheduler):
         resumes: whether a stream can go on with another worker where its outputs ended.
     """
 
-    def __init__(self, ledger: CallLedger, places: int, *, resumes: bool) -> None:
-        super().__init__(ledger)
-        room = places + max(1, math.ceil(places * DECK_SHARE))
-        ledger.slots.begin_steps(places, room, GRACE)
-        self._places = places
-        self.resumes = resumes
+    def __init__(
+        self, slots: Slots, queue: CallQueue, figures: Figures, places: int, *, resumes: bool
+    ) -> None:
+        super().__init__(slots, queue, figures)
+        slots.places, slots.grace, slots.sends_ahead = places, GRACE, True
+        slots.room = places + max(1, math.ceil(places * DECK_SHARE))
+        self._resumes = resumes
 
     def arrived(self, size: int, now: float) -> None:
         """A free place takes the next item, whatever may follow."""
@@ -176,10 +146,10 @@ class StepScheduler(Scheduler):
         return 0.0
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
+        held = self._slots.stepped(report, now)
         if report.is_sign_of_life:
-            return super().stepped(report, now)
+            return []
         figures, metrics = self._figures, self._figures.metrics
-        held = self._slots.stepped(report.slot, now)
         metrics.stepped(report.size, report.duration)
         outputs, report.outputs, report.done = report.outputs, {}, []  # they are not kept with it
         report.at, report.pending = now, self._queue.items
@@ -196,7 +166,7 @@ class StepScheduler(Scheduler):
             if pause is None:
                 metrics.first_output.add(call.first_output)
                 figures.first_outputs.append(call.first_output)
-                if call.handed_out is None and self.resumes:  # else it has begun elsewhere
+                if call.handed_out is None and self._resumes:  # else it has begun elsewhere
                     call.handed_out = []
             else:
                 metrics.between_outputs.add(pause)
@@ -208,78 +178,26 @@ class StepScheduler(Scheduler):
             parts.append((call, output))
         return parts
 
-    def came_back(self, batch: BatchRecord) -> None:
-        self._figures.metrics.item_over(batch)
-        if batch.spans[0][0].is_stream:
-            batch.report.outputs = NO_OUTPUTS  # they have been handed out
-        super().came_back(batch)
-
-    def answered(self, batch: BatchRecord, calls: int) -> None:  # noqa: ARG002
+    def answered(self, batch: BatchRecord, calls: int) -> None:
+        super().answered(batch, calls)
         figures = self._figures
         # Items differ far more than batches do.
-        figures.took(batch.report.pace, min(4 * self._places, figures.metrics.batch.count))
-
-    def hold(self, call: Call, now: float, *, is_held: bool) -> list[BatchRecord]:
-        """A stream's item is about to rest, or to go on; returns those of it that are in flight.
-
-        None rests in a worker that is to end when it has finished what it holds.
-        """
-        slots = self._slots
-        found = [batch for batch in slots.in_flight() if batch.spans[0][0] is call]
-        if is_held:
-            found = [batch for batch in found if not slots[batch.slot].is_closing]
-            call.is_held = bool(found)
-        else:
-            self._go_on(found, now)
-        return found
-
-    def wake(self, now: float, slot: int | None = None) -> list[BatchRecord]:
-        """No item is to rest any more, of this worker or of all; returns those that did."""
-        rested = [
-            batch
-            for batch in self._slots.in_flight()
-            if batch.spans[0][0].is_held and slot in (None, batch.slot)
-        ]
-        self._go_on(rested, now)
-        return rested
-
-    def _go_on(self, batches: Sequence[BatchRecord], now: float) -> None:
-        for batch in batches:
-            batch.spans[0][0].is_held = False
-            self._slots[batch.slot].goes_on(now)
-
-    def divide_lost(
-        self, lost: Sequence[BatchRecord]
-    ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
-        # What a caller has got of a stream cannot be taken back.
-        again: list[BatchRecord] = []
-        cut_off: list[BatchRecord] = []
-        for batch in lost:
-            call = batch.spans[0][0]
-            call.is_held = False  # the next worker does not know of it
-            is_cut_off = call.part_at is not None and call.handed_out is None
-            (cut_off if is_cut_off else again).append(batch)
-        return again, cut_off
+        figures.took(batch.report.pace, min(4 * self._slots.places, figures.metrics.batch.count))
 
     def decide(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
         slots = self._slots
-        return next(iter(slots.idle)) if slots.idle else slots.emptiest(), _PLACE
-
-    def hopeless_for(self, call: Call, now: float) -> float:
-        takes = self._takes(call, self._queue.ahead(call))
-        return takes if takes > SURELY_LATE * (call.deadline - now) else 0.0
+        if slots.idle:
+            return next(iter(slots.idle)), _PLACE
+        return min(slots.without_ahead, key=lambda slot: len(slots[slot].batches)), _PLACE
 
     def _takes(self, call: Call, ahead: float = 0.0) -> float:  # noqa: ARG002
         queue, figures = self._queue, self._figures
         seconds = figures.batch_duration
-        if not ahead or seconds == math.inf or figures.metrics.batch.count < self._places:
+        if not ahead or seconds == math.inf or figures.metrics.batch.count < self._slots.places:
             return 0.0
         # As many come back, whatever their lengths. Those of no length may leave no work.
         items = ahead * queue.items / (queue.work or 1.0)
-        return items * seconds / (self._places * max(1, self._workers))
+        return items * seconds / (self._slots.places * max(1, self._workers))
 
-    def _throughput(self) -> tuple[int, int, int, float, float]:
-        # All places together are one batch.
-        over, places = self._figures.metrics.batch.count, self._places
-        seconds = self._figures.batch_duration
-        return over, over // places, places, seconds, seconds / places
+    def _full_batch(self) -> tuple[int, float]:
+        return self._slots.places, self._figures.batch_duration  # all places together are one

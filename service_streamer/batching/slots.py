@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..observe.record import BatchRecord
-from ..supervision.health import WARM, BatchBound
+from ..observe.record import BatchRecord, BatchReport, Call, StepReport
+from ..supervision.health import WARM, BatchBound, Health
 
 #: The most batches that a worker holds, but for those that it preprocesses besides.
 #: Chosen by reasoning: one in each of three stages, and one that waits.
@@ -32,7 +32,8 @@ class Slot:
     Who changes whether it takes batches does so by ``Slots``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.batches: dict[int, BatchRecord] = {}
         self.done = 0  # batches or steps that it has computed, as far as that matters
         self.has_computed = False  # a batch; of a model of steps, an item to its end
@@ -53,12 +54,19 @@ class Slot:
         self.busy_since = now
 
 
-class Slots:
-    """The workers that are ready, by their slots."""
+class Slots(dict[int, Slot]):
+    """The workers that are ready, by their numbers."""
+
+    # Attributes of a kind of dict are slow without.
+    __slots__ = (
+        "_seconds", "_slowest", "beside", "bound", "grace", "health", "held_back", "held_items",
+        "idle", "next_look", "places", "room", "sends_ahead", "sizes", "taking", "without_ahead",
+    )  # fmt: skip
 
     def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
-        self._bound = bound
-        self._sends_ahead = sends_ahead
+        self.bound = bound
+        self.health = Health()
+        self.sends_ahead = sends_ahead
         self.room = 2  # the most batches that each holds
         self.places = 0  # of a model of steps, how many items a worker steps at a time
         #: How many workers may have died with a batch that need not be alone with its worker.
@@ -68,7 +76,6 @@ class Slots:
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         #: What a batch takes in other stages than the slowest, seconds; 0 if that is little.
         self.beside = 0.0
-        self._slots: dict[int, Slot] = {}
         self.taking = 0  # how many workers take batches
         self.held_back: Sequence[int] = ()  # those that would take some, were they not held back
         #: Those that hold nothing and take a batch. A dict as an ordered set: the one that has been
@@ -76,45 +83,45 @@ class Slots:
         self.idle: dict[int, None] = {}
         #: Those that hold a batch and take a full one ahead; ordered the same way.
         self.without_ahead: dict[int, None] = {}
-        self.items = 0  # in flight
+        self.held_items = 0  # in flight
         #: When to look for hung ones, if something is in flight. May be too early, which spares the
         #: engine a look at every batch, but never late.
         self.next_look = math.inf
 
-    def recount(self, now: float) -> None:
+    def recount(self, now: float, returned: Iterable[BatchReport]) -> None:
         """Derive what is counted and ordered here from the workers and their batches.
 
-        No worker is held back any more. All begin anew with what they hold, as to its time.
+        Of these the ``returned`` ones are no more. No worker is held back, and all begin anew with
+        what they hold, as to its time.
         """
-        self.items = sum(batch.size for batch in self.in_flight())
+        for report in returned:
+            if report.slot in self:
+                self[report.slot].batches.pop(report.batch_id, None)
+        self.held_items = sum(batch.size for batch in self.in_flight())
         self.idle, self.without_ahead = {}, {}
-        for number, slot in self._slots.items():
+        for slot in self.values():
             slot.is_held_back = False
             slot.busy_since = slot.free_at = now
-            self._changed(number, slot)
-        self.next_look = now + self._bound.least if self.items else math.inf
+            self._changed(slot)
+        self.next_look = now + self.bound.least if self.held_items else math.inf
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def _changed(self, number: int, slot: Slot) -> None:
+    def _changed(self, slot: Slot) -> None:
         """The worker is new, or may take batches now, or not any more."""
-        self.taking = sum(slot.takes for slot in self._slots.values())
+        slots = self.values()
+        self.taking = sum(each.takes for each in slots)
         self.held_back = [
-            number
-            for number, slot in self._slots.items()
-            if slot.is_held_back and not slot.is_closing
+            each.number for each in slots if each.is_held_back and not each.is_closing
         ]
-        self._arrange(number, slot)
+        self._arrange(slot)
 
-    def _arrange(self, number: int, slot: Slot) -> None:
+    def _arrange(self, slot: Slot) -> None:
         """Have it among those that are idle, or without a batch ahead, or in neither."""
-        held, takes = slot.batches, slot.takes
+        number, held, takes = slot.number, slot.batches, slot.takes
         if takes and not held:
             self.idle[number] = None
         else:
             self.idle.pop(number, None)
-        takes_ahead = takes and self._sends_ahead and 0 < len(held) < self.room
+        takes_ahead = takes and self.sends_ahead and 0 < len(held) < self.room
         if takes_ahead and next(iter(held.values())).losses <= self.grace:  # see ``is_alone``
             self.without_ahead[number] = None
         else:
@@ -124,87 +131,87 @@ class Slots:
         """Whether the batch has a worker for itself: another one died with its items."""
         return batch.losses > self.grace
 
-    def add(self, slot: int) -> None:
-        self._slots[slot] = holder = Slot()
-        self._changed(slot, holder)
+    def add(self, number: int) -> None:
+        self[number] = Slot(number)
+        self._changed(self[number])
 
-    def remove(self, slot: int) -> list[BatchRecord]:
+    def remove(self, number: int, now: float) -> list[BatchRecord]:
         """The worker is gone, if it ever took part; the batches that it held."""
-        if slot not in self._slots:
+        if number not in self:
             return []
-        self.close(slot)
-        lost = [*self._slots.pop(slot).batches.values()]
-        self.items -= sum(batch.size for batch in lost)
+        self.close(number)
+        lost = [*self.pop(number).batches.values()]
+        self.held_items -= sum(batch.size for batch in lost)
+        self.health.lost(number, now, had_new_items=any(batch.search is None for batch in lost))
         return lost
-
-    def let_go(self, returned: Iterable[tuple[int, int]]) -> None:
-        """Workers have answered these batches. ``recount`` has to follow."""
-        for number, batch_id in returned:
-            if number in self._slots:
-                self._slots[number].batches.pop(batch_id, None)
 
     def vacant(self) -> list[int]:
         """Those that are closing, and hold nothing any more."""
-        return [
-            number for number, slot in self._slots.items() if slot.is_closing and not slot.batches
-        ]
+        return [slot.number for slot in self.values() if slot.is_closing and not slot.batches]
 
-    def clear(self) -> None:
-        """All workers are gone, with what they held."""
-        for slot in self.numbers():
-            self.remove(slot)
-
-    def numbers(self) -> list[int]:
-        return [*self._slots]
-
-    def __contains__(self, slot: int) -> bool:
-        return slot in self._slots
-
-    def __getitem__(self, slot: int) -> Slot:
-        return self._slots[slot]
-
-    def close(self, slot: int) -> None:
+    def close(self, number: int) -> None:
         """Let the worker take no more."""
-        holder = self._slots[slot]
-        holder.is_closing = True
-        self._changed(slot, holder)
+        self[number].is_closing = True
+        self._changed(self[number])
 
-    def reopen(self, slot: int) -> None:
+    def reopen(self, number: int) -> None:
         """The worker is not to end after all, unless it is killed since it hung."""
-        holder = self._slots[slot]
-        if not holder.is_ending:
-            holder.is_closing = False
-            self._changed(slot, holder)
+        slot = self[number]
+        slot.is_closing = slot.is_ending
+        self._changed(slot)
 
-    def hold_back(self, slot: int) -> None:
-        """Let the worker take no more until ``release``."""
-        holder = self._slots[slot]
-        holder.is_held_back = True
-        self._changed(slot, holder)
+    def _hold_back(self, number: int, is_held_back: bool) -> None:
+        self[number].is_held_back = is_held_back
+        self._changed(self[number])
 
-    def release(self, slot: int) -> None:
-        """Let the worker take batches again, unless it is closing."""
-        holder = self._slots[slot]
-        holder.is_held_back = False
-        self._changed(slot, holder)
+    def judge(self, now: float) -> Sequence[int]:
+        """Let some of the workers go on that are held back; the slots of those to be replaced.
 
-    def begin_steps(self, places: int, room: int, grace: int) -> None:
-        """The model has steps: each batch is one item, and workers hold so many."""
-        self.places, self.room, self.grace = places, room, grace
-        self._sends_ahead = True
+        All go on if no other one takes batches.
+        """
+        is_alone = not self.taking
+        for number in self.held_back:
+            if is_alone or not self.health.is_suspect(number):
+                self._hold_back(number, False)
+        return self.health.judge(self.held_back, now)
 
-    def emptiest(self) -> int:
-        """The slot that holds the fewest batches, of those that take one ahead."""
-        return min(self.without_ahead, key=lambda number: len(self._slots[number].batches))
+    @property
+    def due(self) -> float:
+        """When to look for workers that hang, or to ``judge``; infinity for never."""
+        return min(self.next_look, self.health.due) if self.held_back else self.next_look
 
-    def stepped(self, slot: int, now: float) -> Mapping[int, BatchRecord]:
-        """The worker has taken a step with what it holds: the batches, by their ids."""
-        holder = self._slots.get(slot)
-        if holder is None:
+    def set_held(
+        self, is_held: bool, now: float, *, call: Call | None = None, slot: int | None = None
+    ) -> list[BatchRecord]:
+        """Have items of streams rest, or go on: of a call, of a worker, or all; returns which do.
+
+        None rests in a worker that is to end when it has finished what it holds. The item of a call
+        is returned again if it does so already: a signal handler may have raised before that was
+        sent.
+        """
+        changed = [
+            batch
+            for batch in self.in_flight()
+            if self.places
+            and (batch.spans[0][0].is_held if call is None else batch.spans[0][0] is call)
+            and slot in (None, batch.slot)
+            and not (is_held and self[batch.slot].is_closing)
+        ]
+        for batch in changed:
+            batch.spans[0][0].is_held = is_held
+            if not is_held:
+                self[batch.slot].goes_on(now)
+        return changed
+
+    def stepped(self, report: StepReport, now: float) -> Mapping[int, BatchRecord]:
+        """The worker goes on, perhaps after a step with the batches that it holds, by their ids."""
+        slot = self.get(report.slot)
+        if slot is None:
             return {}
-        self._observe(holder, now)
-        holder.goes_on(now)
-        return holder.batches
+        if not report.is_sign_of_life:
+            self._observe(slot, now)
+        slot.goes_on(now)
+        return slot.batches
 
     def stages_took(self, stages: Sequence[float]) -> None:
         """A batch was in the stages of its worker for so long, seconds.
@@ -223,79 +230,82 @@ class Slots:
         self.beside = self._seconds - self._slowest if room > 2 else 0.0
         if room != self.room:
             self.room = room
-            for number, holder in self._slots.items():
-                self._arrange(number, holder)
+            for slot in self.values():
+                self._arrange(slot)
 
     def give(self, batch: BatchRecord, now: float, duration: float) -> None:
         """The batch goes to its slot, and will be in its slowest stage for ``duration`` seconds."""
-        slot = self._slots[batch.slot]
+        slot = self[batch.slot]
         slot.free_at = (now if slot.free_at < now else slot.free_at) + duration
         slot.batches[batch.id] = batch
-        self.items += batch.size
+        self.held_items += batch.size
         if batch.slot in self.idle:
             slot.busy_since = now
         self.without_ahead.pop(batch.slot, None)  # it is last among them from now on
-        self._arrange(batch.slot, slot)
-        self.next_look = min(self.next_look, now + self._bound.least)
-
-    @property
-    def is_one_by_one(self) -> bool:
-        """Whether a worker is at one batch at a time: its model has neither steps nor stages."""
-        return not self.places and not self.beside
+        self._arrange(slot)
+        self.next_look = min(self.next_look, now + self.bound.least)
 
     def next_open(self) -> tuple[int, float]:
         """Which worker's slowest stage is free first, and when; infinity if no worker takes more.
 
         It holds a batch for each stage at most. One more would wait, and is sent if it is full.
         """
-        slots = self._slots
         opens_at = {
-            number: slots[number].free_at
+            number: self[number].free_at
             for number in self.without_ahead
-            if len(slots[number].batches) < self.room - 1
+            if len(self[number].batches) < self.room - 1
         }
         slot = min(opens_at, key=opens_at.__getitem__, default=-1)
         return slot, opens_at.get(slot, math.inf)
 
     def begins_at(self, slot: int, now: float, duration: Callable[[float], float]) -> float:
         """When the worker begins with a batch that it is given now."""
-        holder = self._slots[slot]
+        holder = self[slot]
         seconds = [duration(batch.cost) for batch in holder.batches.values()]
         return max(now, holder.busy_since + sum(seconds)) if seconds else now
 
-    def take_back(
-        self, slot: int, batch_id: int, now: float, *, is_done: bool = True
-    ) -> BatchRecord:
-        """Remove a batch that a worker has finished.
-
-        If it is not ``is_done``, it may have been short since it failed: nothing is learned of it.
-        """
-        holder = self._slots[slot]
-        batch = holder.batches.pop(batch_id, None)
+    def take_back(self, report: BatchReport, now: float) -> BatchRecord:
+        """Remove a batch that a worker has finished."""
+        slot = self[report.slot]
+        batch = slot.batches.pop(report.batch_id, None)
         if batch is None:
             raise RuntimeError(
-                f"worker {slot} answered batch {batch_id}, which it has not: our bug"
+                f"worker {slot.number} answered batch {report.batch_id}, which it has not: our bug"
             )
-        self.items -= batch.size
-        if is_done:
-            holder.has_computed = True
-            self._observe(holder, now)
-        holder.goes_on(now)
-        if not holder.batches:
-            holder.free_at = -math.inf
-        self._arrange(slot, holder)
+        self.held_items -= batch.size
+        if report.has_failed:  # it may have been short since it failed
+            self._suspect(slot, batch, report, now)
+        else:
+            self.health.computed(slot.number)
+            slot.has_computed = True
+            self._observe(slot, now)
+        slot.goes_on(now)
+        if not slot.batches:
+            slot.free_at = -math.inf
+        self._arrange(slot)
         return batch
+
+    def _suspect(self, slot: Slot, batch: BatchRecord, report: BatchReport, now: float) -> None:
+        """No item of the batch has a result: its worker may be at fault, and is held back.
+
+        Not if the failure, opaque here otherwise, blames an item, or the batch failed before.
+        """
+        failure = report.failure or next(iter(report.failures.values()))
+        if batch.search is None and not getattr(failure, "blames_input", False):
+            self.health.failed(slot.number, now)
+            if slot.takes and self.health.is_suspect(slot.number):
+                self._hold_back(slot.number, True)
 
     def _observe(self, holder: Slot, now: float) -> None:
         took = now - holder.busy_since
-        if holder.done < WARM or took > self._bound.notable:
+        if holder.done < WARM or took > self.bound.notable:
             if not self._was_held_up(now):
-                self._bound.observe(took, holder.done)
+                self.bound.observe(took, holder.done)
             holder.done += 1
 
     def _was_held_up(self, now: float) -> bool:
         """Whether it is much too late for a look: this process was stopped for a while."""
-        return now - self.next_look > max(0.1, self._bound.least / 2)
+        return now - self.next_look > max(0.1, self.bound.least / 2)
 
     def hung(self, now: float) -> list[int]:
         """Slots whose batch takes too long, each reported once for it; sets when to look again.
@@ -305,17 +315,17 @@ class Slots:
         hung: list[int] = []
         if self._was_held_up(now):
             # We come much too late: this process was held up itself. Answers may be in the pipes.
-            for slot in self._slots.values():
+            for slot in self.values():
                 slot.busy_since = now
         self.next_look = math.inf
-        for number, slot in self._slots.items():
+        for number, slot in self.items():
             if slot.batches and not slot.is_hung:
                 if self.places and self._rests(slot):
                     slot.busy_since = now  # it takes no step, and says nothing
                 ends_at = slot.busy_since + self.limit(number)
                 if ends_at <= now:
                     slot.is_hung = True
-                    if self._bound.ends:
+                    if self.bound.ends:
                         slot.is_ending = True
                         self.close(number)
                     hung.append(number)
@@ -328,40 +338,35 @@ class Slots:
         held = sum(batch.spans[0][0].is_held for batch in slot.batches.values())
         return held >= min(len(slot.batches), self.places)
 
-    @property
-    def ends_hung(self) -> bool:
-        """Whether workers are to be ended whose batch takes too long."""
-        return self._bound.ends
-
     def limit(self, slot: int) -> float:
         """How long the worker may be at its batch, seconds."""
-        holder = self._slots[slot]
+        holder = self[slot]
         calls = [call for batch in holder.batches.values() for call, _, _ in batch.spans]
         patience = max((call.deadline - call.arrived_at for call in calls), default=0.0)
-        return self._bound.limit(holder.done, patience)
+        return self.bound.limit(holder.done, patience)
 
     def stuck(self, now: float) -> float | None:
         """For how long, seconds, each worker has been at one batch at least, if that is too long.
 
         None while one of them may soon be free, or when there is none.
         """
-        since = [slot.busy_since for slot in self._slots.values() if slot.batches]
-        if not since or len(since) < len(self._slots) or now - max(since) <= self._bound.normal:
+        since = [slot.busy_since for slot in self.values() if slot.batches]
+        if not since or len(since) < len(self) or now - max(since) <= self.bound.normal:
             return None
         return now - max(since)
 
     def in_flight(self) -> list[BatchRecord]:
-        return [batch for slot in self._slots.values() for batch in slot.batches.values()]
+        return [batch for slot in self.values() for batch in slot.batches.values()]
 
     def check_invariants(self) -> None:
-        assert self.items == sum(batch.size for batch in self.in_flight())
-        assert self.taking == sum(slot.takes for slot in self._slots.values())
-        assert {*self.idle, *self.without_ahead} <= {*self._slots}
-        for number, slot in self._slots.items():
+        assert self.held_items == sum(batch.size for batch in self.in_flight())
+        assert self.taking == sum(slot.takes for slot in self.values())
+        assert {*self.idle, *self.without_ahead} <= {*self}
+        for number, slot in self.items():
             batches = [*slot.batches.values()]
             is_alone = any(map(self.is_alone, batches))
             assert len(batches) <= (1 if is_alone else max(self.room, MOST_ROOM))
             assert (number in self.idle) == (not batches and slot.takes)
-            takes_ahead = slot.takes and self._sends_ahead and not is_alone
+            takes_ahead = slot.takes and self.sends_ahead and not is_alone
             takes_ahead = takes_ahead and 0 < len(batches) < self.room
             assert (number in self.without_ahead) == takes_ahead

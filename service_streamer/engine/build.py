@@ -12,8 +12,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..batching.batcher import build_batcher
-from ..batching.call_ledger import CallFailures
+from ..batching.batcher import Batcher, CallFailures
 from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel, find_length
 from ..options import kinds
@@ -192,18 +191,19 @@ def assemble(
 ) -> Engine:
     """An engine around a transport; neither has been started."""
     is_local = isinstance(transport, ThreadTransport)
-    batcher = build_batcher(
+    bound, hang = _hang_rule(options, is_local=is_local)
+    batcher = Batcher(
         options,
+        batch_bound=bound,
+        call_failures=CALL_FAILURES,
         has_lengths=lengths is not None,
         round_trip=round_trip,
-        batch_timeout=_batch_bound(options, ends=not is_local),
-        call_failures=CALL_FAILURES,
     )
     least, most = options.worker_range
     return Engine(
         transport,
         Fleet(batcher, least, most, None if is_local else options.start_timeout),
-        hang=_why_hung(options, is_local=is_local),
+        hang=hang,
         lengths=lengths,
     )
 
@@ -222,21 +222,19 @@ def _preprocess_options(options: StreamerOptions) -> WorkerOptions | None:
     )
 
 
-def _batch_bound(options: StreamerOptions, *, ends: bool) -> BatchBound:
+def _hang_rule(options: StreamerOptions, *, is_local: bool) -> tuple[BatchBound, str]:
+    """How long a worker may be at one batch; and why it is ended then, or why it is not."""
     timeout = options.batch_timeout
-    if timeout is None or timeout == "auto":  # without a bound a slow batch is reported, too
-        return BatchBound(options.worker_timeout, ends=ends and timeout is not None)
-    return BatchBound(fixed=timeout)
-
-
-def _why_hung(options: StreamerOptions, *, is_local: bool) -> str:
-    """Why a worker is ended whose batch takes too long, or why it is not."""
+    auto = ' ("auto")' if timeout == "auto" else ""
+    why = "it was at one batch for more than batch_timeout of {:g} s" + auto
     if is_local:
-        return "a thread cannot be ended by force; calls wait until their time ends"
-    if options.batch_timeout is None:
-        return "batch_timeout is None"
-    auto = ' ("auto")' if options.batch_timeout == "auto" else ""
-    return "it was at one batch for more than batch_timeout of {:g} s" + auto
+        why = "a thread cannot be ended by force; calls wait until their time ends"
+    elif timeout is None:
+        why = "batch_timeout is None"
+    if timeout is None or timeout == "auto":  # without a bound a slow batch is reported, too
+        ends = not is_local and timeout is not None
+        return BatchBound(options.worker_timeout, ends=ends), why
+    return BatchBound(fixed=timeout), why
 
 
 # What calls fail with when it is not known whose item was at fault. Our words, and not those of the

@@ -274,10 +274,9 @@ class Engine(Loop):
         """Let the model of steps take no step with the call's item for a while, or again."""
 
         def hold(call: Call) -> None:
-            steps = self.batcher.steps
-            if steps is None or (is_held and self.fleet.state is EngineState.DRAINING):
+            if is_held and self.fleet.state is EngineState.DRAINING:
                 return  # the consumer may be who waits for the end of it
-            for batch in steps.hold(call, self.clock(), is_held=is_held):
+            for batch in self.batcher.slots.set_held(is_held, self.clock(), call=call):
                 self.unsent.append((batch.slot, HOLD if is_held else RESUME, batch.id))
 
         self._change(hold, call)

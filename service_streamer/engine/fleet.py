@@ -88,7 +88,7 @@ class Fleet:
     def foresee(self, events: list[WorkerEvent]) -> None:
         """Have no batch cut for a worker of which a later one of these events says it is lost."""
         self._dying = {event.slot for event in events if type(event) is WorkerDied}
-        for slot in self._dying.intersection(self.batcher.slots.numbers()):
+        for slot in self._dying.intersection(self.batcher.slots):
             self.batcher.slots.close(slot)  # after what it still answered it is lost
 
     def apply(self, event: FleetEvent, now: float) -> Actions:
@@ -215,7 +215,8 @@ class Fleet:
         scaling, batcher, supervisor = self.scaling, self.batcher, self.supervisor
         if not scaling.is_due(batcher.pending_items, now):
             return
-        load = batcher.scheduler.load(supervisor.failed, supervisor.start_duration)
+        waiting = batcher.pending_items
+        load = batcher.scheduler.load(waiting, supervisor.failed, supervisor.start_duration)
         wanted, before = scaling.decide(load, now), supervisor.wanted
         if wanted == before:
             return
@@ -335,13 +336,13 @@ class Fleet:
         scaling = self.scaling
         scaled: dict[str, Any] = {}
         if not scaling.is_fixed:
-            wait = scaling.wait_of(batcher.scheduler.load(0, 0.0))
+            wait = scaling.wait_of(batcher.scheduler.load(batcher.pending_items, 0, 0.0))
             scaled = {"wanted": scaling.wanted, "target_wait": scaling.target, "wait": wait}
             scaled["worker_range"] = scaling.least, scaling.most
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
-            in_flight=slots.items,
+            in_flight=slots.held_items,
             batches_in_flight=len(slots.in_flight()),
             workers=workers,
             restarts=supervisor.restarts_at.total(),
@@ -360,7 +361,8 @@ class Fleet:
 
     def _trouble(self, now: float) -> str | None:
         """Why no worker gives answers at present; None while one does."""
-        health, seconds = self.batcher.health, self.batcher.slots.stuck(now)
+        slots = self.batcher.slots
+        health, seconds = slots.health, slots.stuck(now)
         if health.is_failing(now):
             last = f"; the last error was {self._last_error}" if self._last_error else ""
             return f"the last {health.row} batches failed, and none was computed since{last}"

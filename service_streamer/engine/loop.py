@@ -8,7 +8,7 @@ transport.wait ◀──── BatchReport ─────── one per batch
 
 The lock guards the calls, what is on its way to workers, and how all that stands. It is held for a
 few microseconds only: no I/O, no pickling, no logging, no code of users and no completing of
-futures happens under it. One thread that waits alone is woken under it, which releases a lock.
+futures happens under it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..reporting import counted, quiet_log, report_bug, summary
 from ..supervision.supervisor import Loss, backoff
 from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
-from .backend import BlockingReply, Mailbox, answer
+from .backend import Mailbox, answer
 from .fleet import EngineState, Fleet, FleetEvent
 from .threads import AtExit, is_owned, rest_if_copied
 
@@ -165,11 +165,9 @@ class Loop:
         """
         calls = [*self.open_calls]  # at once: others forget some without the lock
         unanswered = [call for call in calls if not call.is_over]
-        if failure is None:
-            self.batcher.rebuild(unanswered, self.clock())
-        else:
-            returned = [event for event in events if isinstance(event, BatchReport)]
-            self.batcher.end_all(unanswered, failure, self.clock(), returned)
+        returned = [event for event in events if isinstance(event, BatchReport)]
+        self.batcher.rebuild(unanswered, self.clock(), failure, returned)
+        if failure is not None:
             self.fleet.supervisor.due = -math.inf  # some workers may hold nothing now
         listed = {*[*self.unsent]}  # in one step, since others take out
         # The others were cut last. One that another thread is done with at this moment may be among
@@ -216,10 +214,8 @@ class Loop:
 
     def _resume_all(self, now: float, slot: int | None = None) -> None:
         """No item of a model of steps is to rest any more, of this worker or of all."""
-        steps = self.batcher.steps
-        if steps is not None:
-            for batch in steps.wake(now, slot):
-                self.unsent.append((batch.slot, RESUME, batch.id))
+        for batch in self.batcher.slots.set_held(False, now, slot=slot):
+            self.unsent.append((batch.slot, RESUME, batch.id))
 
     def _apply(self, event: FleetEvent, now: float) -> None:
         """Let what happened change the state."""
@@ -385,8 +381,6 @@ class Loop:
                 now = self.clock()
                 if len(events) > 1:
                     fleet.foresee(events)
-                elif events and isinstance(events[0], BatchReport):
-                    self._answer_alone(events[0])
                 for event in events:
                     if isinstance(event, StepReport):
                         parts += batcher.scheduler.stepped(event, now)
@@ -416,17 +410,6 @@ class Loop:
             timeout = self._time_to_wait()
         return timeout
 
-    def _answer_alone(self, report: BatchReport) -> None:
-        """Let the thread go on whose results are all that a batch brings. Locked.
-
-        Until it runs, this thread learns from the batch. Many threads would wake up too early, and
-        wait for the interpreter lock.
-        """
-        call = self.batcher.answered_alone(report)
-        if call is not None and type(call.reply) is BlockingReply:
-            reply, call.reply = call.reply, None
-            reply.end(report.outputs)
-
     def _look_after_workers(self, rest: Sequence[Actions]) -> None:
         """Do what happens seldom: end and start workers, and log.
 
@@ -451,7 +434,7 @@ class Loop:
         for slot in orders.stop:
             self.transport.stop(slot)
         for slot, seconds in hung:
-            if slots.ends_hung:
+            if slots.bound.ends:
                 self.transport.kill(slot, self._hang.format(seconds))
             else:
                 self._log_hang(slot, seconds)
@@ -494,7 +477,8 @@ class Loop:
         self.open_calls.clear()
         self.transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
         with self.lock:
-            batcher.slots.clear()
+            for slot in [*batcher.slots]:
+                batcher.slots.remove(slot, self.clock())
         self.has_ended = True  # first: code that sets ``on_end`` and then looks misses nothing
         self.on_workers()
         self.cancel_exit()

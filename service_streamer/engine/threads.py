@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic
 
-from ..batching.call_ledger import Deadlines, TimedCall
+from ..batching.deadlines import Deadlines, TimedCall
 from ..workers.protocol import Failure
 
 
@@ -85,7 +85,7 @@ class Timer(Generic[TimedCall]):
     def watch(self, call: TimedCall) -> None:
         with self.lock:
             before = self._deadlines.next
-            self._deadlines.add(call)
+            self._deadlines.add(call.deadline, call)
             is_earlier = self._deadlines.next < before
             if self.thread is None and not self._is_closed:
                 self.thread = start_thread(self._run, "timer")

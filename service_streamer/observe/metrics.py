@@ -15,8 +15,9 @@ the last minute. If none came back in the last minute, they are the last 256 whe
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -314,6 +315,50 @@ FIRST_OUTPUTS = 64
 
 #: For how long batches count as recent, seconds.
 _HORIZON = 60.0
+
+
+class Figures:
+    """Counts calls and batches since the start."""
+
+    def __init__(self) -> None:
+        self.accepted_calls = self.accepted_items = self.answered_calls = 0
+        self.served_items = 0  # of batches that came back
+        self.failed_calls = 0  # of anything but their time
+        self.expired_calls = self.cancelled_calls = 0  # whose time ended, or that were withdrawn
+        #: Refused since too much waited; the engine counts those that found no room.
+        self.rejected_calls = 0
+        #: Of those calls, if they would have been in time by themselves; counted there, too.
+        self.refused_items = 0
+        #: What the model has taken for a batch of late, seconds; infinity before the first.
+        self.batch_duration = math.inf
+        self.metrics = BatchMetrics()
+        self.recent: deque[BatchRecord] = deque(maxlen=RECENT)  # that came back, the oldest first
+        #: Of a model of steps the same, and how long its last streams took to their first output.
+        self.steps: deque[StepReport] = deque(maxlen=RECENT)
+        self.first_outputs: deque[float] = deque(maxlen=FIRST_OUTPUTS)
+
+    def took(self, duration: float, batches: int) -> None:
+        """The model took so long for a batch; of about so many batches the mean is known."""
+        known = self.batch_duration
+        self.batch_duration = (
+            duration if known == math.inf else known + (duration - known) / batches
+        )
+
+    def came_back(self, batch: BatchRecord, pending: int, *, is_item: bool) -> None:
+        """A batch is back, with results or a failure; of a model of steps, it is one item."""
+        if is_item:
+            self.metrics.item_over(batch)
+        else:
+            self.metrics.came_back(batch)
+        self.served_items += batch.size
+        self.note(batch, pending)
+        self.recent.append(batch)
+
+    def note(self, batch: BatchRecord, pending: int) -> None:
+        """Note in a batch that is back, or lost, what was counted until then."""
+        batch.queued, batch.pending = self.metrics.queued.total, pending
+        batch.answered, batch.failed = self.answered_calls, self.failed_calls
+        batch.expired, batch.rejected = self.expired_calls, self.rejected_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

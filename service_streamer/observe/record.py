@@ -49,7 +49,9 @@ class CallOptions(NamedTuple):
     """What a caller wants of one call, beside its items and their time. Never changed.
 
     It is made where the call is, and goes with it to the queue, also over Redis and in a shared
-    pool. A new option needs a field and its check here, and a line where it is used.
+    pool. A new option needs a field and its check here, and a line where it is used. Calls share a
+    computation that waits only if it is alike in both, unless ``serves`` compares it. A host behind
+    Redis has it from when it claims the call: seconds count from then.
     """
 
     priority: int = 0  # the higher goes first

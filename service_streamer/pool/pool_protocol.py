@@ -33,6 +33,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..observe.record import CallOptions
 from ..reporting import report_bug
 from ..workers.protocol import Failure
 from ..workers.transport import Transport
@@ -42,8 +43,9 @@ from .fingerprint import Fingerprint
 #: other side begins with the first one when it has the last.
 FRAME_MESSAGES, FRAME_SIZE = 512, 1 << 18
 
-#: Of the messages of a client; to be raised with every change of them.
-PROTOCOL = 4
+#: Of the messages of a client; to be raised with every change of them. A new option of calls, which
+#: go as they are, raises it by itself.
+PROTOCOL = 0 + len(CallOptions._fields)
 #: Of those of a visitor, which only asks: commands of a new version have to reach older pools.
 VISITOR_PROTOCOL = 2
 

@@ -25,7 +25,7 @@ from random import Random
 from typing import Any
 
 from ..batching.batch_scheduler import BatchScheduler
-from ..batching.batcher import Actions, Batcher, build_batcher
+from ..batching.batcher import Actions, Batcher
 from ..batching.call_queue import Decision
 from ..engine.fleet import Fleet
 from ..errors import WorkerLost
@@ -173,11 +173,10 @@ def simulate(
     has_lengths = lengths is not None or any(
         isinstance(part, Replay) and part.has_lengths for _, part in phases
     )
-    batcher = build_batcher(
-        options,
-        has_lengths=has_lengths and fixed_wait is None,
-        scheduler_class=BatchScheduler if fixed_wait is None else FixedWait,
-    )
+    if fixed_wait is None:
+        batcher = Batcher(options, has_lengths=has_lengths)
+    else:
+        batcher = Batcher(options, scheduler_class=FixedWait)
     run = _Run(
         batcher, bounds, start_duration, model, overheads or Overheads(), lengths, Random(seed),
         math.inf if requests is None else requests,

@@ -22,11 +22,12 @@ from service_streamer import (
     WorkerLost,
     WorkerStartError,
 )
-from service_streamer.batching.batcher import CallFailures, build_batcher
+from service_streamer.batching.batcher import Batcher, CallFailures
 from service_streamer.engine.backend import BlockingReply
 from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import ORDINARY, Call, CallOptions
 from service_streamer.options.table import StreamerOptions
+from service_streamer.supervision.health import BatchBound
 from service_streamer.supervision.supervisor import Loss
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers.protocol import DROP, HOLD, Failure
@@ -165,12 +166,12 @@ def build(
         options: of ``Streamer``.
     """
     chosen = _options(**options)
-    clock = ManualClock()
+    timeout, clock = chosen.batch_timeout, ManualClock()
     transport = InlineTransport(clock)
-    batcher = build_batcher(
+    batcher = Batcher(
         chosen,
         has_lengths=has_lengths,
-        batch_timeout=chosen.batch_timeout if isinstance(chosen.batch_timeout, float) else None,
+        batch_bound=BatchBound(fixed=timeout) if isinstance(timeout, float) else None,
         call_failures=CallFailures(
             expired=(expired := Failure(PredictTimeout("it could not be computed in its time"))),
             expired_suspect=expired,
