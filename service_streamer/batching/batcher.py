@@ -25,7 +25,6 @@ from ..supervision.health import BatchBound
 from .batch_scheduler import BatchScheduler
 from .call_ledger import CallFailures, CallLedger
 from .call_queue import LARGE, CallQueue, Decision
-from .length_queue import LengthQueue
 from .scheduler import Scheduler, StepScheduler
 from .slots import Slots
 
@@ -99,9 +98,9 @@ class Batcher(CallLedger):
             max_attempts=max_attempts,
             call_failures=call_failures,
         )
-        self._new_queue: Callable[[], CallQueue] = lambda: (
-            LengthQueue if has_lengths else CallQueue
-        )(batch_size, tenant_weights or {})
+        self._new_queue: Callable[[], CallQueue] = lambda: CallQueue(
+            batch_size, tenant_weights or {}, has_lengths=has_lengths
+        )
         self._new_scheduler: Callable[[], Scheduler] = lambda: scheduler_class(
             self,
             batch_size,
