@@ -248,10 +248,8 @@ class CallQueue:
     def _take_in_turn(
         self, decision: Decision, now: float, expire: Callable[[Call], None]
     ) -> BatchRecord | None:
-        room, reason, finish = decision.size, decision.reason, decision.finish
-        is_bounded = decision.max_cost < room
-        if is_bounded:  # each costs one
-            room = max(1, int(decision.max_cost))
+        reason, finish = decision.reason, decision.finish
+        room = max(1, int(min(decision.size, decision.max_cost)))  # each costs one
         surely = finish.last(now, min(room, self.items))
         turns, sole, large_calls = self._turns, self._turns.sole, self._large
         large = int(max(1.0, min(self._large_cost_now(), room))) if large_calls else 0
@@ -277,7 +275,7 @@ class CallQueue:
                 size = room - taken
             if call in large_calls:
                 if not large:
-                    reason, is_bounded = Reason.TURN, False
+                    reason = Reason.TURN
                     break
                 size = min(size, large)
                 large -= size
@@ -300,7 +298,7 @@ class CallQueue:
             timed = [stop - start for call, start, stop in spans if call.deadline < math.inf]
             turns.sole_took(taken, sum(timed))
         batch = self._cut(spans)
-        batch.reason = decision.cost_reason if is_bounded and self.items else reason
+        batch.reason = reason
         return batch
 
     def _cut(self, spans: list[Span]) -> BatchRecord:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from math import ceil, frexp, inf, isclose, ldexp
 from operator import attrgetter
@@ -57,7 +57,8 @@ _NO_DEADLINE = (inf,)
 _PRECISION = 5
 
 
-_ARRIVED_AT, _TAG = attrgetter("arrived_at"), attrgetter("tag")
+_ARRIVED_AT, _DEADLINE = attrgetter("arrived_at"), attrgetter("deadline")
+_KIND, _TAG = attrgetter("kind"), attrgetter("tag")
 
 
 class CallGroup:
@@ -80,6 +81,11 @@ class CallGroup:
     def __iter__(self) -> Iterator[Call]:
         return (call for call in self.calls if call.group is self)
 
+    def first_timed(self) -> Call | None:
+        """The first call that has a deadline."""
+        calls = self if self.timed else ()
+        return next((call for call in calls if call.deadline < inf), None)
+
     def drop_left(self) -> None:
         """Let go of calls that have left: of the first ones, and of all if they may be many."""
         calls = self.calls
@@ -98,21 +104,17 @@ class _Line:
         self.weight = weight
         self.unit = 1.0  # what an item costs, on average
         self.place: tuple[float, int] = (0.0, 0)  # its virtual time, and what breaks ties
-        self.groups: dict[_Kind, CallGroup] = {}  # those with calls
-        self.kinds: list[_Kind] = []  # of these, by rank
+        self.groups: list[CallGroup] = []  # those with calls, by rank
         self._tags: dict[_Kind, float] = {}  # of classes of size without calls
         self._turns = 0  # that it had since a small call had one for its age
         # What others cost since a large call had a turn for its age, or the first one came.
         self._credit = 0.0
         self._aged: Call | None = None  # the call that ``head`` has just returned for its age
 
-    def __iter__(self) -> Iterator[Call]:
-        return chain.from_iterable([self.groups[kind] for kind in self.kinds])
-
     @property
     def work(self) -> float:
         """What those cost that wait."""
-        return sum([group.work for group in self.groups.values()])
+        return sum([group.work for group in self.groups])
 
     def group_of(self, call: Call, size_class: int) -> CallGroup:
         """The group that a new call belongs to."""
@@ -122,55 +124,50 @@ class _Line:
             exponent = frexp(soon - call.arrived_at)[1]
             soon -= soon % ldexp(1.0, exponent - _PRECISION)
         kind = soon, -options.priority, size_class
-        return self.groups.get(kind) or self._begin(kind)
+        place = bisect_left(self.groups, kind, key=_KIND)
+        if place == len(self.groups) or self.groups[place].kind != kind:
+            self.groups.insert(place, self._begin(kind))
+        return self.groups[place]
 
     def _begin(self, kind: _Kind) -> CallGroup:
         """A class of size does not save up turns, and does not forget what it had."""
-        if kind[2] and not any(size_class for _, _, size_class in self.kinds):
+        if kind[2] and not any(group.size_class for group in self.groups):
             self._credit = 0.0
-        tags = [group.tag for other, group in self.groups.items() if other[:2] == kind[:2]]
+        tags = [group.tag for group in self.groups if group.kind[:2] == kind[:2]]
         least = min(tags, default=0.0)
-        tag = max(least, self._tags.pop(kind, least))
-        group = self.groups[kind] = CallGroup(self, kind, tag)
-        insort(self.kinds, kind)
-        return group
+        return CallGroup(self, kind, max(least, self._tags.pop(kind, least)))
 
     def end(self, group: CallGroup) -> None:
         """No call of the group waits any more."""
-        kind = group.kind
-        del self.groups[kind]
-        del self.kinds[bisect_left(self.kinds, kind)]
+        self.groups.remove(group)
         if not self.groups or len(self._tags) > 64:  # of as many priorities
             self._tags.clear()
-        if self.groups and kind[0] == inf:
-            self._tags[kind] = group.tag
+        if self.groups and group.kind[0] == inf:
+            self._tags[group.kind] = group.tag
 
     def head(self, now: float) -> Call:
         """Whose turn it is; there must be one."""
-        kinds, groups = self.kinds, self.groups
+        groups = self.groups
         self._aged = None
-        if len(kinds) == 1:
-            return groups[kinds[0]].calls[0]
+        if len(groups) == 1:
+            return groups[0].calls[0]
         if self._turns >= AGING - 1:
-            self._aged = _oldest([groups[kind].calls[0] for kind in reversed(kinds) if not kind[2]])
-        classes = [groups[kind] for kind in kinds[bisect_left(kinds, _NO_DEADLINE) :]]
-        large = _oldest([group.calls[0] for group in classes if group.size_class])
+            self._aged = _oldest([each for each in reversed(groups) if not each.size_class])
+        classes = groups[bisect_left(groups, _NO_DEADLINE, key=_KIND) :]
+        large = _oldest([group for group in classes if group.size_class])
         is_due = large is not None and self._credit >= (AGING - 1) * large.group.unit
         if is_due and self._aged is None:
             self._aged = large
         if self._aged is not None:
             return self._aged
-        urgent = groups[kinds[0]].calls[0] if kinds[0][0] < inf else None
+        urgent = [group.calls[0] for group in groups[:1] if group.kind[0] < inf]
         for group in classes:
-            timed = () if group.size_class or not group.timed else group
-            call = next((call for call in timed if call.deadline < inf), None)
-            if call is None or 2 * now < call.arrived_at + call.deadline:
-                continue
-            if urgent is None or call.deadline < urgent.deadline:
-                urgent = call
-        if urgent is not None:
-            return urgent
-        highest = kinds[0][1]
+            call = None if group.size_class else group.first_timed()
+            if call is not None and 2 * now >= call.arrived_at + call.deadline:
+                urgent.append(call)
+        if urgent:
+            return min(urgent, key=_DEADLINE)
+        highest = classes[0].kind[1]
         return min([each for each in classes if each.kind[1] == highest], key=_TAG).calls[0]
 
     def served(self, call: Call, cost: float) -> None:
@@ -188,7 +185,8 @@ class _Line:
         """
         rank, has_deadline = -call.options.priority, call.options.has_deadline
         before = own = 0.0
-        for (soon, other_rank, other_class), group in self.groups.items():
+        for group in self.groups:
+            soon, other_rank, other_class = group.kind
             if soon < inf:
                 before += group.work if size_class or soon <= call.deadline else 0.0
             elif other_rank > rank:
@@ -203,8 +201,9 @@ class _Line:
         return own + min(before, own + work) if size_class else before
 
 
-def _oldest(calls: list[Call]) -> Call | None:
-    return min(calls, key=_ARRIVED_AT, default=None)
+def _oldest(groups: Iterable[CallGroup]) -> Call | None:
+    """The call of theirs that has waited longest."""
+    return min([group.calls[0] for group in groups if group.calls], key=_ARRIVED_AT, default=None)
 
 
 class TurnOrder:
@@ -242,8 +241,8 @@ class TurnOrder:
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; infinity if none waits."""
-        firsts = [group.calls[0] for group in self._groups if group.calls]
-        return min([call.arrived_at for call in firsts], default=inf)
+        call = _oldest(self._groups)
+        return inf if call is None else call.arrived_at
 
     def add(self, call: Call, items: int, work: float, size_class: int) -> None:
         """The call waits from now on, with so many items, which cost so much."""
@@ -323,7 +322,7 @@ class TurnOrder:
         total = sum([line.weight / line.unit for line in lines])
         for line in lines:
             room = ceil(items * (line.weight / line.unit / total))
-            for call in line:
+            for call in chain.from_iterable(line.groups):
                 pending = call.pending
                 yield call, pending if pending < room else room
                 room -= pending
@@ -414,8 +413,8 @@ class TurnOrder:
         assert {*self} == {*works}
         lines = [*self._lines.values()]
         assert [place[:2] for place in self._order] == sorted([line.place for line in lines])
-        assert all(line.kinds == sorted(line.groups) for line in lines)
-        assert {*self._groups} == {group for line in lines for group in line.groups.values()}
+        assert all(line.groups == sorted(line.groups, key=_KIND) for line in lines)
+        assert {*self._groups} == {group for line in lines for group in line.groups}
         for group in self._groups:
             assert not group.calls or group.calls[0].group is group
             work = sum([works[call] for call in group])
