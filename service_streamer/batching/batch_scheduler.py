@@ -294,7 +294,7 @@ class BatchScheduler(Scheduler):
     def decide(self, now: float) -> tuple[int, Decision]:
         slots = self._slots
         # Of the call that is next, for the slowest stage of a worker.
-        deadline = self._queue.first_deadline(now) - URGENCY * slots.beside
+        deadline = self._queue.turns.head(now).deadline - URGENCY * slots.beside
         if slots.idle:
             slot, decision = next(iter(slots.idle)), self._decide(len(slots.idle), deadline, now)
         else:
@@ -310,7 +310,7 @@ class BatchScheduler(Scheduler):
         less than a full batch, it is the first to be free, and takes its share.
         """
         slots, items, full = self._slots, self._queue.items, self.full
-        oldest = self._queue.oldest_arrival()
+        oldest = self._queue.turns.oldest_arrival()
         is_full = items >= full and max(items, slots.items) >= full * slots.taking
         # Whether a call is late is known best when a worker is free.
         if is_full and deadline - oldest >= AHEAD_RUNS * self._duration(full):
@@ -327,7 +327,7 @@ class BatchScheduler(Scheduler):
     def _decide(self, free: int, deadline: float, now: float) -> Decision:
         """What to do with the items that wait while so many workers could begin with some."""
         items, workers, arrivals = self._queue.items, self._slots.taking, self._arrivals
-        oldest = self._queue.oldest_arrival()
+        oldest = self._queue.turns.oldest_arrival()
         waited_until, self._waits_until = self._waits_until, -math.inf
         expected = arrivals.expected(now) * arrivals.call_size
         size, reason = self._wanted_size(expected, oldest, deadline, now)
@@ -479,15 +479,10 @@ def size_in_time(size: int, base: float, item: float, total: float, left: float)
     most = DEADLINE_SHARE * total - base
     largest = min(float(size), (total - base) / item)
     if most < size * item and largest >= 1.0:
-        least = LEAST_SPEED * largest / (base + largest * item)
-        fast = least * base / (1.0 - least * item)  # the size with that speed
+        fast = _items_at(LEAST_SPEED, largest, base, item)
         size = min(size, max(1, int(max(most / item, fast))))
     fits = int(max(0.0, left - base) / item)
-    if 1 <= fits < size and fits * (base + size * item) >= LEAST_SPEED * size * (
-        base + fits * item
-    ):
-        return fits
-    return size
+    return fits if max(1.0, _items_at(LEAST_SPEED, size, base, item)) <= fits < size else size
 
 
 def least_in_time(size: int, base: float, item: float) -> int:
@@ -499,5 +494,10 @@ def least_in_time(size: int, base: float, item: float) -> int:
     """
     if base <= FLAT * item:
         return 1  # the items are nearly all of it
-    speed = LEAST_SPEED_OF_FIRST * size / (base + size * item)
-    return math.ceil(speed * base / (1.0 - speed * item))
+    return math.ceil(_items_at(LEAST_SPEED_OF_FIRST, size, base, item))
+
+
+def _items_at(share: float, size: float, base: float, item: float) -> float:
+    """The items of a batch with this share of the items per second of one of ``size``."""
+    speed = share * size / (base + size * item)
+    return speed * base / (1.0 - speed * item)

@@ -51,9 +51,6 @@ LEAST_BASE = 0.02
 #: Members of an enum are looked up in Python, and every call asks for these.
 _WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
 
-#: Of items, so that a batch which is back just in time is not one item smaller.
-_ROUNDING = 1e-9
-
 #: An item near the head of the queue: its length, and which item of which call it is.
 Entry = tuple[float, Call, int]
 
@@ -80,7 +77,8 @@ class Finish(NamedTuple):
         """The most items of a batch that is surely back by then, if a smaller one is worth it."""
         if self.least >= most or not self.safely_each:
             return most
-        fits = int((deadline - self.safely) / self.safely_each + _ROUNDING)
+        # Rounding does not make a batch smaller that is back just in time.
+        fits = int((deadline - self.safely) / self.safely_each + 1e-9)
         return min(most, fits) if fits >= self.least else most
 
 
@@ -114,6 +112,7 @@ class CallQueue:
     Attributes:
         items: how many wait.
         cost: what batches cost; learned elsewhere.
+        turns: their order; another one after none waited.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class CallQueue:
         self.has_lengths = has_lengths
         self._batch_size = batch_size
         self._weights = weights
-        self._turns = TurnOrder(weights)
+        self.turns = TurnOrder(weights)
         #: Of each call with lengths, the items that wait; but not the last ones while these are too
         #: far behind to be looked at.
         self._entries: dict[Call, list[Entry]] = {}
@@ -136,7 +135,7 @@ class CallQueue:
         self._mixed = 0  # batches for which small calls are expected beside the large ones
 
     def __iter__(self) -> Iterator[Call]:
-        return iter(self._turns)
+        return iter(self.turns)
 
     @property
     def work(self) -> float:
@@ -156,8 +155,8 @@ class CallQueue:
         """The call waits from now on; of all its items, or of those at these positions."""
         if not self.items:
             self._mixed = 0
-            if self._turns.has_tenants:  # what they had does not count after none waited
-                self._turns = TurnOrder(self._weights)
+            if self.turns.has_tenants:  # what they had does not count after none waited
+                self.turns = TurnOrder(self._weights)
         if positions is not None:  # without lengths it does not matter which: its last ones wait
             call.pending = len(positions)
         call.state = _WAITING
@@ -172,7 +171,7 @@ class CallQueue:
         if pending >= self._large_items or work >= self._large_work:
             size_class = self._size_class(pending, work)
             self._large.add(call)
-        self._turns.add(call, pending, work, size_class)
+        self.turns.add(call, pending, work, size_class)
 
     def _size_class(self, items: int, work: float) -> int:
         """0 if a call of so many items, which cost so much, is small.
@@ -197,7 +196,7 @@ class CallQueue:
         if self.has_lengths:
             self._lengths -= work
             del self._entries[call]
-        self._turns.remove(call, work, is_last=True)
+        self.turns.remove(call, work)
 
     def ahead(self, call: Call) -> float:
         """A lower estimate of what is computed before a new call with a deadline is over."""
@@ -205,20 +204,12 @@ class CallQueue:
             return 0.0
         work = _work(call, call.size)
         size_class = self._size_class(call.size, work)
-        return self._turns.ahead(call, size_class, work, self.work / self.items)
+        return self.turns.ahead(call, size_class, work, self.work / self.items)
 
     @property
     def goes_by_arrival(self) -> bool:
         """Whether all calls that wait are alike, and items have no lengths."""
-        return self._turns.sole is not None and not self.has_lengths
-
-    def oldest_arrival(self) -> float:
-        """When the call arrived that has waited longest; there must be one."""
-        return self._turns.oldest_arrival()
-
-    def first_deadline(self, now: float) -> float:
-        """When the time of the call ends whose turn it is; there must be one."""
-        return self._turns.head(now).deadline
+        return self.turns.sole is not None and not self.has_lengths
 
     # -- what goes into a batch
 
@@ -251,7 +242,7 @@ class CallQueue:
         reason, finish = decision.reason, decision.finish
         room = max(1, int(min(decision.size, decision.max_cost)))  # each costs one
         surely = finish.last(now, min(room, self.items))
-        turns, sole, large_calls = self._turns, self._turns.sole, self._large
+        turns, sole, large_calls = self.turns, self.turns.sole, self._large
         large = int(max(1.0, min(self._large_cost_now(), room))) if large_calls else 0
         starts: dict[Call, int] = {}  # where those of each call start, which may have several turns
         taken = 0
@@ -283,12 +274,11 @@ class CallQueue:
                 starts[call] = call.size - call.pending
             taken += size
             call.pending -= size
-            is_last = not call.pending
-            if is_last:
+            if not call.pending:
                 call.state = _RUNNING
             if sole is None:
-                turns.took(call, size, size, is_last=is_last)
-            elif is_last:
+                turns.took(call, size, size)
+            elif not call.pending:
                 call.group = None
                 sole.calls.popleft()
         if not taken:
@@ -347,8 +337,7 @@ class CallQueue:
         else:
             call.state = _RUNNING
             del self._entries[call]
-        is_last = not call.pending
-        self._turns.took(call, len(chosen), work, is_last=is_last, goes_along=goes_along)
+        self.turns.took(call, len(chosen), work, goes_along=goes_along)
 
     def _window(
         self, decision: Decision, now: float, expire: Callable[[Call], None]
@@ -361,8 +350,8 @@ class CallQueue:
         surely = finish.last(now, min(room, self.items))
         while self.items:
             before = self.items
-            next_calls = dict(self._turns.next_calls(WINDOW_BATCHES * self._batch_size))
-            next_calls[self._turns.head(now)] = room
+            next_calls = dict(self.turns.next_calls(WINDOW_BATCHES * self._batch_size))
+            next_calls[self.turns.head(now)] = room
             for call in next_calls:
                 if call.deadline <= surely and self._is_late(call, 0, room, now, finish):
                     expire(call)
@@ -389,7 +378,7 @@ class CallQueue:
         Returns:
             The items, and why there are no more.
         """
-        large, room, head = self._large, decision.size, self._turns.head(now)
+        large, room, head = self._large, decision.size, self.turns.head(now)
         first = window[head].pop(0)
         near = [*chain.from_iterable(window.values())]
         if large.isdisjoint(window):
@@ -493,7 +482,7 @@ class CallQueue:
         assert all(call.state is _WAITING for call in works)
         assert self._large <= {*works}
         assert {*self._entries} == ({*works} if self.has_lengths else set())
-        self._turns.check_invariants(works)
+        self.turns.check_invariants(works)
 
 
 def _entries_of(call: Call, positions: Iterable[int]) -> list[Entry]:

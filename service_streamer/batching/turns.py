@@ -287,8 +287,8 @@ class TurnOrder:
         while order[0][0] < virtual and not order[0][2].groups:
             del self._lines[order.pop(0)[2].tenant]
 
-    def remove(self, call: Call, work: float, *, is_last: bool) -> None:
-        """Items of the call that cost so much, perhaps the last ones here, wait no more."""
+    def remove(self, call: Call, work: float, *, is_last: bool = True) -> None:
+        """Items of the call that cost so much, perhaps not the last ones here, wait no more."""
         group: CallGroup = call.group
         group.work -= work
         if call.deadline < inf:
@@ -329,9 +329,7 @@ class TurnOrder:
                 if room <= 0:
                     break
 
-    def took(
-        self, call: Call, items: int, work: float, *, is_last: bool, goes_along: bool = False
-    ) -> None:
+    def took(self, call: Call, items: int, work: float, *, goes_along: bool = False) -> None:
         """What ``head`` said had its turn, with so many items; or others go along with those.
 
         A tenant is charged for those that go along in its own turn only. Else one that always has
@@ -348,7 +346,7 @@ class TurnOrder:
         if line is self._served:
             self._charge(group, cost)
             self._forget_before(self._clock)
-        self.remove(call, work, is_last=is_last)
+        self.remove(call, work, is_last=not call.pending)
 
     def sole_took(self, work: float, timed: float) -> None:
         """The first calls of the sole group, which need no turns, had so much."""
