@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -112,7 +113,7 @@ class CallQueue:
     Attributes:
         items: how many wait.
         cost: what batches cost; learned elsewhere.
-        turns: their order; another one after none waited.
+        turns: their order.
     """
 
     def __init__(
@@ -122,7 +123,6 @@ class CallQueue:
         self.cost = LearnedCost()
         self.has_lengths = has_lengths
         self._batch_size = batch_size
-        self._weights = weights
         self.turns = TurnOrder(weights)
         #: Of each call with lengths, the items that wait; but not the last ones while these are too
         #: far behind to be looked at.
@@ -155,18 +155,17 @@ class CallQueue:
         """The call waits from now on; of all its items, or of those at these positions."""
         if not self.items:
             self._mixed = 0
-            if self.turns.has_tenants:  # what they had does not count after none waited
-                self.turns = TurnOrder(self._weights)
+            self.turns.forget()
         if positions is not None:  # without lengths it does not matter which: its last ones wait
             call.pending = len(positions)
+        work: float = call.pending
+        if self.has_lengths:
+            self._entries[call] = [] if positions is None else _entries_of(call, positions)
+            work = self._work_of(call)
+            self._lengths += work
         call.state = _WAITING
         pending = call.pending
         self.items += pending
-        work: float = pending
-        if self.has_lengths:
-            self._entries[call] = _entries_of(call, positions or ())
-            work = self._work_of(call)
-            self._lengths += work
         size_class = 0
         if pending >= self._large_items or work >= self._large_work:
             size_class = self._size_class(pending, work)
@@ -350,16 +349,20 @@ class CallQueue:
         surely = finish.last(now, min(room, self.items))
         while self.items:
             before = self.items
-            next_calls = dict(self.turns.next_calls(WINDOW_BATCHES * self._batch_size))
-            next_calls[self.turns.head(now)] = room
-            for call in next_calls:
+            window: dict[Call, list[Entry]] = {}
+            for call, items in self.turns.next_calls(WINDOW_BATCHES * self._batch_size):
+                entries = self._entries[call]
+                window[call] = entries if len(entries) == items else self._first(call, items)
+            head = self.turns.head(now)
+            window[head] = self._first(head, room)
+            for call in window:
                 if call.deadline <= surely and self._is_late(call, 0, room, now, finish):
                     expire(call)
             if self.items == before:
-                return {call: self._first_entries(call, n) for call, n in next_calls.items()}
+                return window
         return {}
 
-    def _first_entries(self, call: Call, items: int) -> list[Entry]:
+    def _first(self, call: Call, items: int) -> list[Entry]:
         """So many items of the call that wait, or all."""
         entries = self._entries[call]
         start = call.size - (call.pending - len(entries))
@@ -379,7 +382,7 @@ class CallQueue:
             The items, and why there are no more.
         """
         large, room, head = self._large, decision.size, self.turns.head(now)
-        first = window[head].pop(0)
+        first, *window[head] = window[head]
         near = [*chain.from_iterable(window.values())]
         if large.isdisjoint(window):
             return self._grow(first, near, room, decision.max_cost)
@@ -403,9 +406,10 @@ class CallQueue:
         """Add neighbours in length to the first one, as long as that pays."""
         base, per_unit = self.cost.padding
         least = base = max(base, LEAST_BASE * self.cost.mean)
-        # Of one length in the order of their turns.
-        shorter = sorted([each for each in near if each[0] < first[0]], key=_LENGTH, reverse=True)
-        longer = sorted([each for each in near if each[0] >= first[0]], key=_LENGTH)
+        near.sort(key=_LENGTH)
+        at = bisect_left(near, first[:1])
+        # Those of one length stay in the order of their turns.
+        shorter, longer = sorted(near[:at], key=_LENGTH, reverse=True), near[at:]
         below = above = 0  # how many of them are chosen
         best, last = (below, above), len(longer)
         length, padding, reason = first[0], 0.0, None

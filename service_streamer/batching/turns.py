@@ -234,10 +234,11 @@ class TurnOrder:
     def __iter__(self) -> Iterator[Call]:
         return chain.from_iterable([*self._groups])
 
-    @property
-    def has_tenants(self) -> bool:
-        """Whether it knows what several tenants had."""
-        return len(self._order) > 1
+    def forget(self) -> None:
+        """No call waits any more: what the tenants had does not count later."""
+        if len(self._order) > 1 and self.sole is not None:
+            line = self.sole.line
+            self._lines, self._order = {line.tenant: line}, [(*line.place, line)]
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; infinity if none waits."""
@@ -338,36 +339,39 @@ class TurnOrder:
         group: CallGroup = call.group
         line = group.line
         cost = work or float(items)  # else a tenant with no others would always be next
-        group.unit = cost / items
-        line.unit += (max(group.unit, _LEAST_UNIT) - line.unit) / UNIT_ITEMS
+        if group is not self.sole:
+            group.unit = cost / items
+            line.unit += (max(group.unit, _LEAST_UNIT) - line.unit) / UNIT_ITEMS
         if not goes_along:
             self._clock, self._cost, self._served = line.place[0], cost, line
             line.served(call, cost)
         if line is self._served:
-            self._charge(group, cost)
-            self._forget_before(self._clock)
+            group.tag += cost
+            if len(self._order) > 1:
+                self._charge(line, cost)
+                self._forget_before(self._clock)
         self.remove(call, work, is_last=not call.pending)
 
     def sole_took(self, work: float, timed: float) -> None:
         """The first calls of the sole group, which need no turns, had so much."""
         group = self.sole
         assert group is not None
-        self._charge(group, work)
-        self._clock = group.line.place[0] - self._cost / group.line.weight  # of the last call
-        self._forget_before(self._clock)
+        group.tag += work
+        if len(self._order) > 1:
+            line = group.line
+            self._charge(line, work)
+            self._clock = line.place[0] - self._cost / line.weight  # of the last of these calls
+            self._forget_before(self._clock)
         group.work -= work
         group.timed -= timed
         if group.left:
             group.drop_left()
 
-    def _charge(self, group: CallGroup, cost: float) -> None:
-        """The group, and so its tenant, had so much."""
-        group.tag += cost
-        if len(self._order) > 1:
-            line = group.line
-            virtual, _ = line.place
-            del self._order[bisect_left(self._order, line.place)]
-            self._place(line, virtual + cost / line.weight)
+    def _charge(self, line: _Line, cost: float) -> None:
+        """The tenant had so much."""
+        virtual, _ = line.place
+        del self._order[bisect_left(self._order, line.place)]
+        self._place(line, virtual + cost / line.weight)
 
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """A lower estimate of what is computed before a new call with a deadline is over.
