@@ -99,9 +99,6 @@ _FITTING_GAIN = 1.1
 #: Items of such batches should not wait any longer.
 _URGENT = (Reason.MAX_LATENCY, Reason.DEADLINE)
 
-#: Nothing is sent ahead: what waits may still grow until a worker is free.
-_NOT_AHEAD = Decision(0, Reason.ALONE, math.inf)
-
 
 class BatchScheduler(Scheduler):
     """Waits for arrivals that are expected soon enough to pay, and shares out what waits.
@@ -209,7 +206,7 @@ class BatchScheduler(Scheduler):
             bound, reason = longest, Reason.LONG
         self.full, self._full_reason = self._batch_size, Reason.FULL
         if items < self._batch_size:
-            self.full, self._full_reason = max(1, round(items)), reason
+            self.full, self._full_reason = max(1, int(items)), reason
         self._most_cost = bound
         largest = GROWTH * self._largest
         if self._has_lengths and 0.0 < largest < bound:
@@ -240,7 +237,7 @@ class BatchScheduler(Scheduler):
         cost, slots, waiting = self._cost, self._slots, self._queue.items
         beside = max(self._transit, slots.beside)  # the transit has the other stages, once learned
         begins = slots.begins_at(slot, now, cost.duration) + beside
-        if self._has_lengths or slots.room > 2 or not cost.was_fitted:
+        if self._has_lengths or slots.room > 2 or not cost.is_fitted:
             # It differs with the lengths. And with several stages a worker is at several batches.
             return Finish(begins + self._duration(size)) if waiting > size else UNKNOWN
         size = min(size, waiting)
@@ -294,7 +291,7 @@ class BatchScheduler(Scheduler):
     def decide(self, now: float) -> tuple[int, Decision]:
         slots = self._slots
         # Of the call that is next, for the slowest stage of a worker.
-        deadline = self._queue.first_deadline(now) - URGENCY * slots.beside
+        deadline = self._queue.turns.head(now).deadline - URGENCY * slots.beside
         if slots.idle:
             slot, decision = next(iter(slots.idle)), self._decide(len(slots.idle), deadline, now)
         else:
@@ -304,21 +301,30 @@ class BatchScheduler(Scheduler):
         return slot, decision
 
     def _decide_ahead(self, deadline: float, now: float) -> tuple[int, Decision]:
-        slots = self._slots
-        slot, decision = next(iter(slots.without_ahead)), self._decide_full(deadline, now)
-        if not decision.size and slots.beside:
-            slot, opens_at = slots.next_open()
-            if opens_at > now:
-                return slot, Decision(0, Reason.ALONE, opens_at)
-            decision = self._decide(1, deadline, now)
-            if decision.size and decision.reason not in _URGENT:
-                decision.reason = Reason.STAGE
+        """What to do with the items that wait while no worker is idle.
+
+        What is not full may still grow until a worker can take it. And where another worker has
+        less than a full batch, it is the first to be free, and takes its share.
+        """
+        slots, items, full = self._slots, self._queue.items, self.full
+        oldest = self._queue.turns.oldest_arrival()
+        is_full = items >= full and max(items, slots.held_items) >= full * slots.taking
+        # Whether a call is late is known best when a worker is free.
+        if is_full and deadline - oldest >= AHEAD_RUNS * self._duration(full):
+            size, reason = self._wanted_size(0.0, oldest, deadline, now)
+            return next(iter(slots.without_ahead)), self._cut(size, reason)
+        slot, opens_at = slots.next_open()
+        if opens_at > now:
+            return slot, Decision(0, Reason.ALONE, opens_at)
+        decision = self._decide(1, deadline, now)
+        if decision.size and decision.reason not in _URGENT:
+            decision.reason = Reason.STAGE
         return slot, decision
 
     def _decide(self, free: int, deadline: float, now: float) -> Decision:
         """What to do with the items that wait while so many workers could begin with some."""
         items, workers, arrivals = self._queue.items, self._slots.taking, self._arrivals
-        oldest = self._queue.oldest_arrival()
+        oldest = self._queue.turns.oldest_arrival()
         waited_until, self._waits_until = self._waits_until, -math.inf
         expected = arrivals.expected(now) * arrivals.call_size
         size, reason = self._wanted_size(expected, oldest, deadline, now)
@@ -329,7 +335,11 @@ class BatchScheduler(Scheduler):
                 worth = self._worth(items, missing, later)
                 wait_until = arrivals.wait_until(missing / arrivals.call_size, worth, now)
             else:
-                wait_until = self._cut_at + self._pause(size, workers)
+                # Independent calls are best spread over the workers in time, too: of two workers
+                # that begin at once one takes the other's items, and the next call waits for both.
+                pause = self._duration(size) / workers if workers > 1 else 0.0
+                is_open = 1.0 - arrivals.closedness
+                wait_until = self._cut_at + pause * self._steepness(size) * is_open
             if wait_until > now:
                 longest_wait = oldest + self._max_latency
                 latest = self._latest_start(deadline, items)
@@ -363,21 +373,6 @@ class BatchScheduler(Scheduler):
             if below * self._duration(above) > _FITTING_GAIN * size * self._duration(below):
                 size, reason = below, Reason.PAYS
         return Decision(size, reason, -math.inf, self._max_cost, self._cost_reason)
-
-    def _decide_full(self, deadline: float, now: float) -> Decision:
-        """What to do with the items that wait while a busy worker may be sent a batch ahead.
-
-        What is not full may still grow until a worker can take it. And where another worker has
-        less than a full batch, it is the first to be free, and takes its share.
-        """
-        items, full, in_flight = self._queue.items, self.full, self._slots.held_items
-        if items < full or max(items, in_flight) < full * self._slots.taking:
-            return _NOT_AHEAD
-        oldest = self._queue.oldest_arrival()
-        # Whether a call is late is known best when a worker is free.
-        if deadline - oldest < AHEAD_RUNS * self._duration(full):
-            return _NOT_AHEAD
-        return self._cut(*self._wanted_size(0.0, oldest, deadline, now))
 
     def _wanted_size(
         self, expected: float, oldest: float, deadline: float, now: float
@@ -415,7 +410,7 @@ class BatchScheduler(Scheduler):
         last = deadline - self._transit
         fits = size_in_time(size, base, item, last - oldest, last - now)
         # By a guess at what items cost only if no more wait than can be computed at the same time.
-        is_sure = self._cost.was_fitted or self._queue.items <= self._slots.taking * fits
+        is_sure = self._cost.is_fitted or self._queue.items <= self._slots.taking * fits
         return fits if is_sure else size
 
     def _worth(self, waiting: int, missing: float, later: float) -> float:
@@ -438,17 +433,6 @@ class BatchScheduler(Scheduler):
         items = self._cost.per_unit * self._unit * size
         base = self._cost.base
         return 1.0 if base >= items or not self._cost.is_fitted else (base / items) ** 2
-
-    def _pause(self, size: float, slots: int) -> float:
-        """How long after the last batch the next one is best cut, if it is not full, seconds.
-
-        Independent calls are best spread over the workers in time, too: of two workers that begin
-        at once one takes the other's items, and the next call waits for both.
-        """
-        if slots == 1:
-            return 0.0
-        pause = self._cost.duration(size * self._unit) / slots
-        return pause * self._steepness(size) * (1.0 - self._arrivals.closedness)
 
     def _size(self, items: float, slots: int, in_flight: int) -> tuple[int, Reason]:
         """How many items to take at once, of those that wait or are expected, and why."""
@@ -492,15 +476,10 @@ def size_in_time(size: int, base: float, item: float, total: float, left: float)
     most = DEADLINE_SHARE * total - base
     largest = min(float(size), (total - base) / item)
     if most < size * item and largest >= 1.0:
-        least = LEAST_SPEED * largest / (base + largest * item)
-        fast = least * base / (1.0 - least * item)  # the size with that speed
+        fast = _items_at(LEAST_SPEED, largest, base, item)
         size = min(size, max(1, int(max(most / item, fast))))
     fits = int(max(0.0, left - base) / item)
-    if 1 <= fits < size and fits * (base + size * item) >= LEAST_SPEED * size * (
-        base + fits * item
-    ):
-        return fits
-    return size
+    return fits if max(1.0, _items_at(LEAST_SPEED, size, base, item)) <= fits < size else size
 
 
 def least_in_time(size: int, base: float, item: float) -> int:
@@ -512,5 +491,10 @@ def least_in_time(size: int, base: float, item: float) -> int:
     """
     if base <= FLAT * item:
         return 1  # the items are nearly all of it
-    speed = LEAST_SPEED_OF_FIRST * size / (base + size * item)
-    return math.ceil(speed * base / (1.0 - speed * item))
+    return math.ceil(_items_at(LEAST_SPEED_OF_FIRST, size, base, item))
+
+
+def _items_at(share: float, size: float, base: float, item: float) -> float:
+    """The items of a batch with this share of the items per second of one of ``size``."""
+    speed = share * size / (base + size * item)
+    return speed * base / (1.0 - speed * item)

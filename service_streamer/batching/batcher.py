@@ -26,10 +26,9 @@ from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Ca
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound
 from .batch_scheduler import BatchScheduler
-from .call_queue import LARGE, CallQueue
+from .call_queue import LARGE, CallQueue, Decision
 from .deadlines import Deadlines
 from .isolation import Raised, Retries
-from .length_queue import LengthQueue
 from .scheduler import Scheduler, StepScheduler
 from .slots import Slots
 
@@ -106,11 +105,13 @@ class Batcher:
         round_trip: float = 0.0,
         scheduler_class: type[BatchScheduler] = BatchScheduler,
     ) -> None:
-        self._options, self._batch_size = options, options.batch_size
+        self._batch_size = options.batch_size
         self.max_pending = math.inf if options.max_pending is None else options.max_pending
         self.isolates_errors = options.retry and options.isolate_errors
         self._call_failures = call_failures
-        self._queue_class = LengthQueue if has_lengths else CallQueue
+        self._new_queue: Callable[[], CallQueue] = lambda: CallQueue(
+            options.batch_size, options.tenant_weights or {}, has_lengths=has_lengths
+        )
         self._new_scheduler: Callable[[], Scheduler] = lambda: scheduler_class(
             self.slots, self.queue, self.figures, options, round_trip
         )
@@ -532,7 +533,7 @@ class Batcher:
         """
         self._enough = 0
         self._deadlines, self._abandoned, self.ended = Deadlines(), set(), []
-        self.queue = self._queue_class(self._batch_size, self._options.tenant_weights or {})
+        self.queue = self._new_queue()
         self.scheduler = self._new_scheduler()
         self.deadline = now
         if failure is not None:

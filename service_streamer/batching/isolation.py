@@ -5,7 +5,7 @@ items, and those of a part that ends its worker, too, one by one. Each has a wor
 takes about 2 sqrt(n) model calls and, with three attempts, no more deaths than one by one from the
 beginning; halves would take log2(n) deaths, and a worker may load its model for long. The search
 ends when each item that kills was alone with a worker that died, ``max_attempts`` deaths in all; or
-after ``deaths_allowed``: what is left then fails.
+after ``deaths_left``: what remains then fails.
 
 What is run again takes turns with batches of new items, so a search delays no other call. What the
 model raises on it, its worker deals with as for any other batch.
@@ -28,11 +28,6 @@ MOST_DEVICE_FAILURES = 2
 #: Chosen by reasoning: hosts come and go, and one batch seldom meets that twice. But one that takes
 #: all memory may end host after host.
 MOST_OUTAGES = 3
-
-
-def deaths_allowed(items: int, max_attempts: int) -> int:
-    """How many deaths of workers a search may cost: enough for one item in eight that kills."""
-    return 2 * ((items - 1).bit_length() + max_attempts)
 
 
 @dataclass(eq=False)
@@ -172,7 +167,9 @@ class Retries:
             return False
         search: Search | None = batch.search
         if search is None:
-            search = Search(batch.size, failure, deaths_allowed(batch.size, self._max_attempts))
+            # As many deaths of workers as it takes if one item in eight kills.
+            deaths = 2 * ((batch.size - 1).bit_length() + self._max_attempts)
+            search = Search(batch.size, failure, deaths)
             self.searches.append(search)
         losses, parts = batch.losses, [spans]
         if is_to_blame:

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from math import ceil, frexp, inf, isclose, ldexp
 from operator import attrgetter
 
@@ -52,15 +52,13 @@ _Kind = tuple[float, int, int]
 #: The kinds without a deadline begin here.
 _NO_DEADLINE = (inf,)
 
-#: A place after those of all tenants.
-_LAST = (inf, 0)
-
 #: Deadlines are rounded by at most a sixteenth of the time until then, so that there are few
 #: groups, however many calls wait.
 _PRECISION = 5
 
 
-_ARRIVED_AT, _TAG = attrgetter("arrived_at"), attrgetter("tag")
+_ARRIVED_AT, _DEADLINE = attrgetter("arrived_at"), attrgetter("deadline")
+_KIND, _TAG = attrgetter("kind"), attrgetter("tag")
 
 
 class CallGroup:
@@ -85,11 +83,8 @@ class CallGroup:
 
     def first_timed(self) -> Call | None:
         """The first call that has a deadline."""
-        if self.calls[0].deadline < inf:  # as nearly always
-            return self.calls[0]
-        if not self.timed:
-            return None
-        return next((call for call in self if call.deadline < inf), None)
+        calls = self if self.timed else ()
+        return next((call for call in calls if call.deadline < inf), None)
 
     def drop_left(self) -> None:
         """Let go of calls that have left: of the first ones, and of all if they may be many."""
@@ -100,11 +95,6 @@ class CallGroup:
         if 2 * self.left > len(calls) + 64:
             self.calls, self.left = deque(self), 0
 
-    def check_invariants(self, works: Mapping[Call, float]) -> None:
-        assert not self.calls or self.calls[0].group is self
-        work = sum([works[call] for call in {*self}])
-        assert isclose(self.work, work, abs_tol=1e-6 * (1.0 + work))
-
 
 class _Line:
     """The calls of one tenant that wait."""
@@ -114,21 +104,17 @@ class _Line:
         self.weight = weight
         self.unit = 1.0  # what an item costs, on average
         self.place: tuple[float, int] = (0.0, 0)  # its virtual time, and what breaks ties
-        self.groups: dict[_Kind, CallGroup] = {}  # those with calls
-        self.kinds: list[_Kind] = []  # of these, by rank
+        self.groups: list[CallGroup] = []  # those with calls, by rank
         self._tags: dict[_Kind, float] = {}  # of classes of size without calls
         self._turns = 0  # that it had since a small call had one for its age
         # What others cost since a large call had a turn for its age, or the first one came.
         self._credit = 0.0
         self._aged: Call | None = None  # the call that ``head`` has just returned for its age
 
-    def __iter__(self) -> Iterator[Call]:
-        return chain.from_iterable([self.groups[kind] for kind in self.kinds])
-
     @property
     def work(self) -> float:
         """What those cost that wait."""
-        return sum([group.work for group in self.groups.values()])
+        return sum([group.work for group in self.groups])
 
     def group_of(self, call: Call, size_class: int) -> CallGroup:
         """The group that a new call belongs to."""
@@ -138,55 +124,50 @@ class _Line:
             exponent = frexp(soon - call.arrived_at)[1]
             soon -= soon % ldexp(1.0, exponent - _PRECISION)
         kind = soon, -options.priority, size_class
-        return self.groups.get(kind) or self._begin(kind)
+        place = bisect_left(self.groups, kind, key=_KIND)
+        if place == len(self.groups) or self.groups[place].kind != kind:
+            self.groups.insert(place, self._begin(kind))
+        return self.groups[place]
 
     def _begin(self, kind: _Kind) -> CallGroup:
         """A class of size does not save up turns, and does not forget what it had."""
-        if kind[2] and not any(size_class for _, _, size_class in self.kinds):
+        if kind[2] and not any(group.size_class for group in self.groups):
             self._credit = 0.0
-        tags = [group.tag for other, group in self.groups.items() if other[:2] == kind[:2]]
+        tags = [group.tag for group in self.groups if group.kind[:2] == kind[:2]]
         least = min(tags, default=0.0)
-        tag = max(least, self._tags.pop(kind, least))
-        group = self.groups[kind] = CallGroup(self, kind, tag)
-        insort(self.kinds, kind)
-        return group
+        return CallGroup(self, kind, max(least, self._tags.pop(kind, least)))
 
     def end(self, group: CallGroup) -> None:
         """No call of the group waits any more."""
-        kind = group.kind
-        del self.groups[kind]
-        del self.kinds[bisect_left(self.kinds, kind)]
+        self.groups.remove(group)
         if not self.groups or len(self._tags) > 64:  # of as many priorities
             self._tags.clear()
-        if self.groups and kind[0] == inf:
-            self._tags[kind] = group.tag
+        if self.groups and group.kind[0] == inf:
+            self._tags[group.kind] = group.tag
 
     def head(self, now: float) -> Call:
         """Whose turn it is; there must be one."""
-        kinds, groups = self.kinds, self.groups
+        groups = self.groups
         self._aged = None
-        if len(kinds) == 1:
-            return groups[kinds[0]].calls[0]
+        if len(groups) == 1:
+            return groups[0].calls[0]
         if self._turns >= AGING - 1:
-            self._aged = _oldest([groups[kind].calls[0] for kind in reversed(kinds) if not kind[2]])
-        classes = [groups[kind] for kind in kinds[bisect_left(kinds, _NO_DEADLINE) :]]
-        large = _oldest([group.calls[0] for group in classes if group.size_class])
-        if large is not None and self._aged is None:
-            group = large.group
-            if self._credit >= (AGING - 1) * group.unit:
-                self._aged = large
+            self._aged = _oldest([each for each in reversed(groups) if not each.size_class])
+        classes = groups[bisect_left(groups, _NO_DEADLINE, key=_KIND) :]
+        large = _oldest([group for group in classes if group.size_class])
+        is_due = large is not None and self._credit >= (AGING - 1) * large.group.unit
+        if is_due and self._aged is None:
+            self._aged = large
         if self._aged is not None:
             return self._aged
-        urgent = groups[kinds[0]].calls[0] if kinds[0][0] < inf else None
+        urgent = [group.calls[0] for group in groups[:1] if group.kind[0] < inf]
         for group in classes:
             call = None if group.size_class else group.first_timed()
-            if call is not None:
-                is_due = 2 * now >= call.arrived_at + call.deadline
-                if is_due and (urgent is None or call.deadline < urgent.deadline):
-                    urgent = call
-        if urgent is not None:
-            return urgent
-        highest = kinds[0][1]
+            if call is not None and 2 * now >= call.arrived_at + call.deadline:
+                urgent.append(call)
+        if urgent:
+            return min(urgent, key=_DEADLINE)
+        highest = classes[0].kind[1]
         return min([each for each in classes if each.kind[1] == highest], key=_TAG).calls[0]
 
     def served(self, call: Call, cost: float) -> None:
@@ -204,7 +185,8 @@ class _Line:
         """
         rank, has_deadline = -call.options.priority, call.options.has_deadline
         before = own = 0.0
-        for (soon, other_rank, other_class), group in self.groups.items():
+        for group in self.groups:
+            soon, other_rank, other_class = group.kind
             if soon < inf:
                 before += group.work if size_class or soon <= call.deadline else 0.0
             elif other_rank > rank:
@@ -219,8 +201,9 @@ class _Line:
         return own + min(before, own + work) if size_class else before
 
 
-def _oldest(calls: list[Call]) -> Call | None:
-    return min(calls, key=_ARRIVED_AT, default=None)
+def _oldest(groups: Iterable[CallGroup]) -> Call | None:
+    """The call of theirs that has waited longest."""
+    return min([group.calls[0] for group in groups if group.calls], key=_ARRIVED_AT, default=None)
 
 
 class TurnOrder:
@@ -242,53 +225,44 @@ class TurnOrder:
         #: The group of all calls that wait, which go by arrival; None if there are several. It
         #: stays if it becomes empty, since the next call is most likely of its kind.
         self.sole: CallGroup | None = None
-        #: Of calls without anything of their own; another one if it is empty and not ``sole``.
-        self._ordinary = CallGroup(_Line("", 1.0), (inf, 0, 0), 0.0)
+        self._ordinary: CallGroup | None = None  # the last one of calls with the usual options
         self._clock = 0.0  # the virtual time of the tenant that was served last
         self._cost = 1.0  # of its turn
         #: Whose turn it was last. Other tenants are not charged for items that go along.
         self._served: _Line | None = None
 
+    def __iter__(self) -> Iterator[Call]:
+        return chain.from_iterable([*self._groups])
+
     def forget(self) -> None:
         """No call waits any more: what the tenants had does not count later."""
         if len(self._order) > 1 and self.sole is not None:
-            line: _Line = self.sole.line
-            virtual, number = line.place
-            self._lines, self._order = {line.tenant: line}, [(virtual, number, line)]
-
-    def __iter__(self) -> Iterator[Call]:
-        return iter([call for group in self._groups for call in group])
-
-    def _find_sole(self) -> None:
-        """There is another group, or one less."""
-        groups = self._groups
-        self.sole = next(iter(groups)) if len(groups) == 1 else None
+            line = self.sole.line
+            self._lines, self._order = {line.tenant: line}, [(*line.place, line)]
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; infinity if none waits."""
-        sole = self.sole
-        if sole is not None:
-            return sole.calls[0].arrived_at if sole.calls else inf
-        return min([group.calls[0].arrived_at for group in self._groups], default=inf)
+        call = _oldest(self._groups)
+        return inf if call is None else call.arrived_at
 
     def add(self, call: Call, items: int, work: float, size_class: int) -> None:
         """The call waits from now on, with so many items, which cost so much."""
-        is_ordinary = call.options is ORDINARY and not size_class
-        group: CallGroup = self._ordinary
-        if not (is_ordinary and (group.calls or group is self.sole)):  # the short way for most
+        group, is_ordinary = self._ordinary, call.options is ORDINARY and not size_class
+        if group is None or group is not self.sole or not is_ordinary:
             tenant = call.options.tenant
             line = self._lines.get(tenant)
             if line is None:
                 line = self._lines[tenant] = _Line(tenant, self._weights.get(tenant, 1.0))
                 line.unit = max(work / items, _LEAST_UNIT)
                 self._place(line, self._clock + self._cost / line.weight)
-            group, sole = line.group_of(call, size_class), self.sole
-            if not group.calls and group is not sole:
+            group = line.group_of(call, size_class)
+            group.unit = work / items or 1.0
+            if group not in self._groups:
+                sole = self.sole
                 self._groups[group] = None
                 self._find_sole()
                 if sole is not None and not sole.calls:
                     self._end(sole)
-            group.unit = work / items or 1.0
             if is_ordinary:
                 self._ordinary = group
         call.group = group
@@ -297,36 +271,35 @@ class TurnOrder:
         if call.deadline < inf:
             group.timed += work
 
+    def _find_sole(self) -> None:
+        """There is another group, or one less."""
+        groups = self._groups
+        self.sole = next(iter(groups)) if len(groups) == 1 else None
+
     def _place(self, line: _Line, virtual: float) -> None:
         # The number breaks ties: the tenant that was served first is served first again.
         self._number += 1
         line.place = virtual, self._number
         insort(self._order, (virtual, self._number, line))
 
-    def _charge(self, line: _Line, cost: float) -> None:
-        """The tenant had so much."""
-        virtual, _ = line.place
-        del self._order[bisect_left(self._order, line.place)]
-        self._place(line, virtual + cost / line.weight)
+    def _forget_before(self, virtual: float) -> None:
+        """Tenants that do not wait are forgotten if they had less, and less than those that do."""
+        order = self._order
+        while order[0][0] < virtual and not order[0][2].groups:
+            del self._lines[order.pop(0)[2].tenant]
 
-    def _forget_before(self, place: tuple[float, int]) -> None:
-        """Tenants that do not wait, and that had less than this, are forgotten."""
-        order, line = self._order, self._order[0][2]
-        while line.place < place and not line.groups:
-            del order[0], self._lines[line.tenant]
-            line = order[0][2]
-
-    def remove(self, call: Call, work: float, *, is_last: bool) -> None:
-        """Items of the call that cost so much, perhaps the last ones here, wait no more."""
+    def remove(self, call: Call, work: float, *, is_last: bool = True) -> None:
+        """Items of the call that cost so much, perhaps not the last ones here, wait no more."""
         group: CallGroup = call.group
+        group.work -= work
+        if call.deadline < inf:
+            group.timed -= work
         if is_last:
             call.group = None
             group.left += 1
-        group.work -= work
-        group.timed -= work if call.deadline < inf else 0.0
-        group.drop_left()
-        if not group.calls and group is not self.sole:
-            self._end(group)
+            group.drop_left()
+            if not group.calls and group is not self.sole:
+                self._end(group)
 
     def _end(self, group: CallGroup) -> None:
         group.line.end(group)
@@ -337,7 +310,7 @@ class TurnOrder:
         """Whose turn it is; there must be one."""
         if self.sole is not None:
             return self.sole.calls[0]
-        self._forget_before(_LAST)
+        self._forget_before(inf)
         return self._order[0][2].head(now)
 
     def next_calls(self, items: int) -> Iterator[tuple[Call, int]]:
@@ -345,25 +318,19 @@ class TurnOrder:
 
         Each tenant has its share by weight, whatever it had before.
         """
-        sole = self.sole
-        if sole is not None:
-            lines = [sole.line]
-        else:  # at most one for each item, however many tenants wait
-            self._forget_before(_LAST)
-            lines = [line for _, _, line in self._order[:items] if line.groups]
+        waiting = (line for _, _, line in self._order if line.groups)
+        lines = [*islice(waiting, items)]  # at most one for each item
         total = sum([line.weight / line.unit for line in lines])
         for line in lines:
             room = ceil(items * (line.weight / line.unit / total))
-            for call in line:
+            for call in chain.from_iterable(line.groups):
                 pending = call.pending
                 yield call, pending if pending < room else room
                 room -= pending
                 if room <= 0:
                     break
 
-    def took(
-        self, call: Call, items: int, work: float, *, is_last: bool, goes_along: bool = False
-    ) -> None:
+    def took(self, call: Call, items: int, work: float, *, goes_along: bool = False) -> None:
         """What ``head`` said had its turn, with so many items; or others go along with those.
 
         A tenant is charged for those that go along in its own turn only. Else one that always has
@@ -371,26 +338,22 @@ class TurnOrder:
         """
         group: CallGroup = call.group
         line = group.line
-        if group is self.sole:
-            if is_last:
-                call.group = None
-                group.left += 1
-            self.sole_took(work, work if call.deadline < inf else 0.0)
-            return
         cost = work or float(items)  # else a tenant with no others would always be next
-        group.unit = cost / items
-        line.unit += (max(group.unit, _LEAST_UNIT) - line.unit) / UNIT_ITEMS
+        if group is not self.sole:
+            group.unit = cost / items
+            line.unit += (max(group.unit, _LEAST_UNIT) - line.unit) / UNIT_ITEMS
         if not goes_along:
-            self._clock, self._cost = line.place[0], cost
-            self._served = line
+            self._clock, self._cost, self._served = line.place[0], cost, line
             line.served(call, cost)
         if line is self._served:
             group.tag += cost
-            self._charge(line, cost)
-        self.remove(call, work, is_last=is_last)
+            if len(self._order) > 1:
+                self._charge(line, cost)
+                self._forget_before(self._clock)
+        self.remove(call, work, is_last=not call.pending)
 
     def sole_took(self, work: float, timed: float) -> None:
-        """Calls of the sole group, which need no turns, had so much; see ``CallGroup``."""
+        """The first calls of the sole group, which need no turns, had so much."""
         group = self.sole
         assert group is not None
         group.tag += work
@@ -398,11 +361,17 @@ class TurnOrder:
             line = group.line
             self._charge(line, work)
             self._clock = line.place[0] - self._cost / line.weight  # of the last of these calls
-            self._forget_before((self._clock, 0))
+            self._forget_before(self._clock)
         group.work -= work
         group.timed -= timed
         if group.left:
             group.drop_left()
+
+    def _charge(self, line: _Line, cost: float) -> None:
+        """The tenant had so much."""
+        virtual, _ = line.place
+        del self._order[bisect_left(self._order, line.place)]
+        self._place(line, virtual + cost / line.weight)
 
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """A lower estimate of what is computed before a new call with a deadline is over.
@@ -446,7 +415,9 @@ class TurnOrder:
         assert {*self} == {*works}
         lines = [*self._lines.values()]
         assert [place[:2] for place in self._order] == sorted([line.place for line in lines])
-        assert all(line.kinds == sorted(line.groups) for line in lines)
-        assert {*self._groups} == {group for line in lines for group in line.groups.values()}
+        assert all(line.groups == sorted(line.groups, key=_KIND) for line in lines)
+        assert {*self._groups} == {group for line in lines for group in line.groups}
         for group in self._groups:
-            group.check_invariants(works)
+            assert not group.calls or group.calls[0].group is group
+            work = sum([works[call] for call in group])
+            assert isclose(group.work, work, abs_tol=1e-6 * (1.0 + work))

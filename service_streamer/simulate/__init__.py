@@ -204,7 +204,7 @@ class FixedWait(BatchScheduler):
             return slot, Decision(self._batch_size, Reason.FULL, max_cost=most)
         if not idle:  # nothing is sent ahead that is not full
             return slot, Decision(0, Reason.ALONE, math.inf)
-        wait_until = self._queue.oldest_arrival() + self._max_latency
+        wait_until = self._queue.turns.oldest_arrival() + self._max_latency
         size = 0 if wait_until > now else items
         return slot, Decision(size, Reason.MAX_LATENCY, wait_until, most)
 
