@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
+import functools
 import os
 import socket
 import threading
@@ -29,11 +29,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..workers.arena import Arena, Block, Memory, Placed, Wire
+from ..workers.arena import Arena, Block, Ended, Memory, Placed, Wire
 from ..workers.codec import Parts
 from ..workers.memory_link import (
-    Ended,
-    Memories,
+    MakeLink,
     MemoryLink,
     Received,
     SharedMemory,
@@ -211,16 +210,9 @@ def _pack(number: int) -> bytes:
 # -- of the workers
 
 
-@dataclasses.dataclass
-class PoolMemories(Memories):
-    """The shared memory that a new worker of a pool is given."""
-
-    source: MemorySocket  # of the memory of clients
-
-    def link(self) -> MemoryLink:
-        """The worker's end."""
-        arena = results_arena(self.responses)
-        return ReadingLink(arena, self.requests, self.source, private=True)
+def _reading_link(requests: Memory, responses: Memory, source: MemorySocket) -> ReadingLink:
+    """A worker's end; the memory of clients comes by ``source``."""
+    return ReadingLink(results_arena(responses), requests, source, private=True)
 
 
 class PoolMemory(SharedMemory):
@@ -236,11 +228,12 @@ class PoolMemory(SharedMemory):
         self._links: weakref.WeakSet[_WorkerLink] = weakref.WeakSet()
         self._lock = threading.RLock()  # of these: the engine's thread adds, the server's looks
 
-    def _share(self, arena: Arena, responses: Memory) -> tuple[PoolMemories, MemoryLink]:
+    def _share(self, arena: Arena, responses: Memory) -> tuple[MakeLink, MemoryLink]:
         link = _WorkerLink(arena, responses)
         with self._lock:
             self._links.add(link)
-        return PoolMemories(arena.memory, responses, link.pop_receiver()), link
+        source = link.pop_receiver()
+        return functools.partial(_reading_link, arena.memory, responses, source), link
 
     def forget_client(self, memory: Memory) -> None:
         """A client has gone: workers unmap its memory when they have read it."""

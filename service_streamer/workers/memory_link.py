@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import logging
 import mmap
@@ -24,10 +23,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..reporting import quiet_log, summary
-from .arena import PAGE, Arena, Block, Lease, Memory, Placed, Wire, default_limit, positions
+from .arena import (
+    PAGE,
+    Arena,
+    Block,
+    Ended,
+    Lease,
+    Memory,
+    Placed,
+    Wire,
+    default_limit,
+    positions,
+)
 from .codec import Parts
 
 _log = quiet_log(__name__)
@@ -47,35 +57,13 @@ def _region_type(size: int) -> Any:
     return ctypes.c_char * size
 
 
-class ReadLease(Lease):
-    """Referenced by all views of a block; its end means that there are no more views.
-
-    The garbage collector calls all finalizers of a cycle before it knows whether one revives a part
-    of it. So ``pop_ended`` counts the references of what has ended.
-    """
-
-    __slots__ = ("__weakref__", "is_copied", "number", "start", "stop")
-
-    def __init__(
-        self, ended: Ended, number: int, block: int, size: int, *, is_copied: bool
-    ) -> None:
-        super().__init__(ended, block, size)
-        self.number = number  # of the memory
-        self.start, self.stop = block + size, block  # the viewed part of the memory
-        self.is_copied = is_copied  # readers get copies instead of views
-
-
-#: Leases that have ended, or have seemed to.
-Ended = collections.deque[ReadLease]
-
-
-def _references(lease: ReadLease) -> int:
+def _references(lease: Lease) -> int:
     return sys.getrefcount(lease)
 
 
 def _fewest_references() -> int:
     """Reference count of a lease in one variable, which depends on Python's version."""
-    lease = ReadLease(collections.deque(), 0, 0, 0, is_copied=True)
+    lease = Lease(collections.deque(), 0, 0)
     return _references(lease)
 
 
@@ -95,7 +83,7 @@ class Window:
         self.memory = memory
         self._source = source  # where it came from: kept as long as anything is viewed
         self._ended = ended
-        self._viewed: dict[int, weakref.ref[ReadLease]] = {}  # by block, if its views are private
+        self._viewed: dict[int, weakref.ref[Lease]] = {}  # by block, if its views are private
         self._map: mmap.mmap | None = None
         self._address = 0  # of a private mapping; 0 if there is none
         self._pagemap = -1  # tells which of its pages were written to
@@ -109,7 +97,7 @@ class Window:
         if self._pagemap >= 0:
             close(self._pagemap)
 
-    def lease(self, wire: Wire) -> ReadLease:
+    def lease(self, wire: Wire) -> Lease:
         """Count a block as in use until the returned lease is dropped.
 
         One lease per block and message; payloads of a batch in one block share it.
@@ -118,12 +106,12 @@ class Window:
         # A reader of an earlier batch's rows may have written to the page that its last row shares
         # with our first.
         is_copied = self._map is None or block in self._viewed
-        lease = ReadLease(self._ended, number, block, size, is_copied=is_copied)
+        lease = Lease(self._ended, block, size, number, is_copied=is_copied)
         if self._address and not is_copied:
             self._viewed[block] = weakref.ref(lease)
         return lease
 
-    def parts(self, wire: Wire, lease: ReadLease) -> Parts:
+    def parts(self, wire: Wire, lease: Lease) -> Parts:
         """A payload, as views that keep the lease alive."""
         if lease.is_copied:
             return self.copies(wire)
@@ -149,7 +137,7 @@ class Window:
                 return self._region(lease)[start - lease.block : start - lease.block + size]
         return None
 
-    def end(self, lease: ReadLease) -> None:
+    def end(self, lease: Lease) -> None:
         """There are no more views of a lease."""
         if not lease.is_copied:
             self._viewed.pop(lease.block, None)
@@ -175,7 +163,7 @@ class Window:
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED, first * size, (last - first) * size)
 
-    def _region(self, lease: ReadLease) -> memoryview:
+    def _region(self, lease: Lease) -> memoryview:
         """A lease's block. Views of it reference the ctypes object, which references the lease."""
         region = _region_type(lease.size).from_buffer(self._map, lease.block)
         region.lease, region.source = lease, self._source
@@ -211,7 +199,7 @@ class Received:
 
     __slots__ = ("_lease", "_window", "wire")
 
-    def __init__(self, window: Window, wire: Wire, lease: ReadLease) -> None:
+    def __init__(self, window: Window, wire: Wire, lease: Lease) -> None:
         self._window = window
         self._lease = lease
         self.wire = wire
@@ -241,16 +229,9 @@ class Received:
 # -- both ends
 
 
-@dataclasses.dataclass
-class Memories:
-    """The shared memory that a new worker is given."""
-
-    requests: Memory  # what it reads
-    responses: Memory  # what it writes to
-
-    def link(self) -> MemoryLink:
-        """The worker's end."""
-        return MemoryLink(results_arena(self.responses), self.requests, private=True)
+def worker_link(requests: Memory, responses: Memory) -> MemoryLink:
+    """A worker's end."""
+    return MemoryLink(results_arena(responses), requests, private=True)
 
 
 def results_arena(memory: Memory) -> Arena | None:
@@ -348,7 +329,7 @@ class MemoryLink:
 
     def receive(self, payloads: list[Any]) -> None:
         """Replace wires by payloads that keep their memory, in place."""
-        leases: dict[Block, ReadLease] = {}  # one for each block of a message
+        leases: dict[Block, Lease] = {}  # one for each block of a message
         with self._lock:
             for position, wire in enumerate(payloads):
                 if type(wire) is not tuple:
@@ -373,7 +354,9 @@ class MemoryLink:
                     lease = self._ended.popleft()
                 except IndexError:  # a finalizer in between emptied it
                     break
-                if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
+                # The garbage collector calls all finalizers of a cycle before it knows whether one
+                # revives a part of it, such as a view.
+                if _references(lease) > _FEWEST_REFERENCES:
                     self._ended.append(lease)
                 elif lease.number in self._windows:
                     self._windows[lease.number].end(lease)
@@ -402,6 +385,10 @@ class MemoryLink:
             self._windows.clear()
 
 
+#: Makes a worker's end there; picklable.
+MakeLink: TypeAlias = Callable[[], MemoryLink]
+
+
 class SharedMemory:
     """The web process's: an arena for what all workers read, and a link to each of them.
 
@@ -423,8 +410,8 @@ class SharedMemory:
                     summary(error),
                 )
 
-    def for_worker(self, worker_num: int) -> tuple[Memories, MemoryLink] | None:
-        """For one of ``worker_num`` workers, and this process's end; None if there is none.
+    def for_worker(self, worker_num: int) -> tuple[MakeLink, MemoryLink] | None:
+        """The ends of one of ``worker_num`` workers and of this process; None without memory.
 
         Raises:
             OSError: there are no descriptors left.
@@ -433,8 +420,9 @@ class SharedMemory:
             return None
         return self._share(self.arena, Memory.new(max(PAGE, self.size // worker_num)))
 
-    def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
-        return Memories(arena.memory, responses), MemoryLink(arena, responses)
+    def _share(self, arena: Arena, responses: Memory) -> tuple[MakeLink, MemoryLink]:
+        make = functools.partial(worker_link, arena.memory, responses)
+        return make, MemoryLink(arena, responses)
 
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""

@@ -42,7 +42,7 @@ from ..reporting import quiet_log
 from . import starting
 from .arena import Memory
 from .codec import ByValue, Codec, encode_spec
-from .memory_link import Memories, MemoryLink, SharedMemory
+from .memory_link import MakeLink, MemoryLink, SharedMemory
 from .model_spec import ModelSpec
 from .protocol import (
     PROGRESS_BYTES,
@@ -132,11 +132,11 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
-        memories, link = self.memory.for_worker(worker_num) or (None, None)
+        make_link, link = self.memory.for_worker(worker_num) or (None, None)
         worker = self._workers[slot] = _WorkerProcess(slot, place, link, self._noun)
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
-            worker.start(self._method, self._placement, worker_num, spec, memories)
+            worker.start(self._method, self._placement, worker_num, spec, make_link)
             self._selector.register(worker.responses, _READ, (worker, self._read))
             self._selector.register(worker.death, _READ, (worker, self._on_death))
         except BaseException:
@@ -344,7 +344,7 @@ class _WorkerProcess(KnownWorker):
         placement: Placement,
         worker_num: int,
         spec: ModelSpec | None,
-        memories: Memories | None,
+        make_link: MakeLink | None,
     ) -> None:
         """Start the process. After an error ``discard`` it.
 
@@ -369,7 +369,7 @@ class _WorkerProcess(KnownWorker):
                         spec,
                         placement.at(self.place),
                         variables,
-                        memories,
+                        make_link,
                         placement.sharers(self.place, worker_num),
                         progress,
                         starting.preparation and starting.preparation(),

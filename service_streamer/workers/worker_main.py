@@ -35,7 +35,7 @@ from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .arena import Memory
 from .codec import Codec
-from .memory_link import Memories, MemoryLink
+from .memory_link import MakeLink, MemoryLink
 from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,
@@ -77,7 +77,7 @@ class Boot(NamedTuple):
     spec: ModelSpec | None  # its model; None if it comes as the first frame
     place: Place
     variables: dict[str, str | None]  # of its environment; None removes one
-    memories: Memories | None = None  # what it shares with its parent
+    make_link: MakeLink | None = None  # to the memory that it shares with its parent
     sharers: tuple[int, ...] = ()  # workers on each GPU that it sees
     progress: Memory | None = None  # where it writes which batches it is at
     prepare: Callable[[], None] | None = None  # called first
@@ -214,7 +214,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     set_environment(boot.variables)  # a fork server has an environment of its own
-    channel = _PipeChannel(requests, responses, boot.memories)
+    channel = _PipeChannel(requests, responses, boot.make_link)
     threading.Thread(
         target=_exit_with_parent,
         args=(requests.fileno(), channel.link),
@@ -247,9 +247,9 @@ class _PipeChannel(CodedChannel):
     """The worker's ends of its pair of pipes; they block."""
 
     def __init__(
-        self, requests: Connection, responses: Connection, memories: Memories | None
+        self, requests: Connection, responses: Connection, make_link: MakeLink | None
     ) -> None:
-        link = None if memories is None else memories.link()
+        link = None if make_link is None else make_link()
         super().__init__(Codec(None if link is None else link.arena), link)
         self._pid = os.getpid()
         self._connections = requests, responses  # they close their descriptors when collected

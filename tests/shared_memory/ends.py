@@ -56,7 +56,7 @@ class Link:
         web = SharedMemory(2 * size)
         ends = [web.for_worker(1) for _ in range(readers)]
         here = [end[1] for end in ends if end is not None]
-        there = [end[0].link() for end in ends if end is not None]
+        there = [end[0]() for end in ends if end is not None]
         self.writers, self.readers = (here, there) if private else (there, here)
         self.arena: Any = self.writers[0].arena
         self.arena.rows = rows
