@@ -77,10 +77,6 @@ class Parts:
     def nbytes(self) -> int:
         return sum(memoryview(each).nbytes for each in (*self.stream, *self.buffers))
 
-    def __len__(self) -> int:
-        """Bytes, as ``len`` of a payload that is ``bytes``."""
-        return self.nbytes
-
     def copy(self) -> Parts:
         """The same in memory of its own: to travel in a message, or to be loaded."""
         return Parts([b"".join(self.stream)], [bytes(each) for each in self.buffers])
@@ -124,7 +120,12 @@ class Codec:
     ) -> None:
         self._store = store
         self._cannot_decode = cannot_decode
-        self._make_pickler = by_value.pickler if by_value and by_value.is_needed else None
+        self._make_pickler: Callable[..., pickle.Pickler] = pickle.Pickler
+        if by_value is not None and by_value.is_needed:
+            self._make_pickler = by_value.pickler
+        #: Idle picklers. A list: its ``pop`` and ``append`` are safe in any thread and in
+        #: finalizers.
+        self._idle: list[_Pickling] = []
 
     def encode(self, value: Any) -> Any:
         """Returns the payload. Raises whatever pickling raises."""
@@ -133,11 +134,27 @@ class Codec:
             return pickle.dumps(value, PROTOCOL)
         store = self._store
         if store is not None:
-            pickled = _dump(value, self.large, self._make_pickler)
+            pickled = self._dump(value, self.large)
             payload = pickled if isinstance(pickled, bytes) else store.put(pickled)
             if payload is not None:
                 return payload
-        return _dump(value, math.inf, self._make_pickler)
+        return self._dump(value, math.inf)
+
+    def _dump(self, value: Any, large: float) -> bytes | Parts:
+        """Pickle into bytes, or into parts if it has at least ``large`` bytes."""
+        if _known_to != (len(copyreg.dispatch_table), len(sys.modules)):
+            _learn_reducers()
+        try:
+            pickling = self._idle.pop()
+        except IndexError:
+            pickling = _Pickling(self._make_pickler)
+        try:
+            return pickling.dump(value, large)
+        finally:
+            if pickling.is_reusable:
+                self._idle.append(pickling)
+            else:
+                del pickling.pickler  # or the two would be a reference cycle
 
     def decode(self, payload: Any) -> Any:
         """Returns the value. Raises whatever unpickling raises."""
@@ -213,35 +230,15 @@ def encode_spec(spec: object, by_value: ByValue) -> bytes:
 # -- pickling into parts
 
 
-def _dump(value: Any, large: float, make: Callable[..., pickle.Pickler] | None) -> bytes | Parts:
-    """Pickle into bytes, or into parts if it has at least ``large`` bytes.
-
-    With ``make`` the value gets a pickler of its own, which is slower.
-    """
-    if _known_to != (len(copyreg.dispatch_table), len(sys.modules)):
-        _learn_reducers()
-    try:
-        pickling = _idle.pop() if make is None else _Pickling(make)
-    except IndexError:
-        pickling = _Pickling()
-    try:
-        return pickling.dump(value, large)
-    finally:
-        if pickling.is_reusable and make is None:
-            _idle.append(pickling)
-        else:
-            pickling.end()
-
-
 class _Pickling:
     """A reusable pickler: making one costs more than pickling a number."""
 
-    def __init__(self, make: Callable[..., pickle.Pickler] = pickle.Pickler) -> None:
+    def __init__(self, make: Callable[..., pickle.Pickler]) -> None:
         self.is_reusable = False  # after the latest value
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
         self._large: float = LARGE
-        self._pickler = make(self, PROTOCOL, buffer_callback=self._stays)
+        self.pickler = make(self, PROTOCOL, buffer_callback=self._stays)
 
     def write(self, chunk: Any) -> None:
         """As the pickler's file. Large objects arrive without a copy.
@@ -253,9 +250,9 @@ class _Pickling:
     def dump(self, value: Any, large: float) -> bytes | Parts:
         self._large = large
         self.is_reusable = False
-        self._pickler.dispatch_table = _reducers
+        self.pickler.dispatch_table = _reducers
         try:
-            self._pickler.dump(value)
+            self.pickler.dump(value)
             last: bytes = self._chunks.pop()
             self.is_reusable = not self._chunks and len(last) <= _SHORT_STREAM
             if not self._chunks and not self._buffers and len(last) < large:
@@ -264,15 +261,11 @@ class _Pickling:
                 chunk.raw() if type(chunk) is PickleBuffer else chunk for chunk in self._chunks
             ]
             parts = Parts([*chunks, last], self._buffers[:])
-            return parts if len(parts) >= large else b"".join(parts.stream)
+            return parts if parts.nbytes >= large else b"".join(parts.stream)
         finally:
-            self._pickler.clear_memo()  # which holds references to all objects
+            self.pickler.clear_memo()  # which holds references to all objects
             self._chunks.clear()
             self._buffers.clear()
-
-    def end(self) -> None:
-        """Break the reference cycle with the pickler."""
-        del self._pickler
 
     def _stays(self, buffer: PickleBuffer) -> bool:
         """Whether a buffer stays in the stream."""
@@ -281,10 +274,6 @@ class _Pickling:
             return True
         self._buffers.append(view)
         return False
-
-
-#: Idle picklers. A list: its ``pop`` and ``append`` are safe in any thread and in finalizers.
-_idle: list[_Pickling] = []
 
 
 def _reduce_memoryview(view: memoryview) -> tuple[Callable[..., memoryview], tuple[Any, ...]]:
