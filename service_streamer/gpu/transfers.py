@@ -164,9 +164,8 @@ def first_value(outputs: Any) -> Any:
 def stream_of(module: Any, purpose: str, device: int) -> Any:
     """A device's stream for one purpose, of torch's module, made at its first use."""
     key = module, purpose, device
-    if key not in _streams:  # of two threads that make one, both get the first
-        _streams.setdefault(key, module.Stream(device))
-    return _streams[key]
+    # Of two threads that make one, both get the first.
+    return _streams.get(key) or _streams.setdefault(key, module.Stream(device))
 
 
 def _pin(tensor: Any) -> Any:
@@ -208,21 +207,20 @@ def _map_tensors(value: Any, move: Callable[[Any], Any]) -> Any:
 
 
 class StageTimer:
-    """Times one batch in one stage, from the timer's making on.
+    """Times one batch in one stage on accelerators in use, from the timer's making on.
 
     The thread of the stage makes and stops it. After that any one thread may ask for the seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Accelerator) -> None:
         self._seconds = 0.0
         #: Of each device that is in use: its number, and the events before and after the work.
         self._events: list[tuple[int, Any, Any]] = []
         self._began_at = time.monotonic()
-        self._kind: Any = kind_in_use()
-        if self._kind is not None:
-            # A device that failed: the model's next call finds out, and says more about it.
-            with contextlib.suppress(Exception):
-                self._events = [self._start(device) for device in self._kind.devices_in_use()]
+        self._kind = kind
+        # A device that failed: the model's next call finds out, and says more about it.
+        with contextlib.suppress(Exception):
+            self._events = [self._start(device) for device in kind.devices_in_use()]
 
     def _start(self, device: int) -> tuple[int, Any, Any]:
         start, end = self._kind.event(timing=True), self._kind.event(timing=True)

@@ -42,7 +42,7 @@ class RayWorker:
     """
 
     def __init__(self, boot: Boot, spec: bytes) -> None:
-        set_environment(boot.variables)  # before anybody asks ``where``
+        set_environment(boot.place.variables)  # before anybody asks ``where``
         self._channel = _ActorChannel()
         self._exit_code: int | None = None
         self._thread = threading.Thread(

@@ -28,7 +28,7 @@ from typing import Any
 
 from ..errors import WorkerLost, WorkerStartError
 from ..gpu.accelerators import allocator_variables
-from ..gpu.places import UNPLACED
+from ..gpu.places import Place
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..options.table import ResourceOptions
@@ -81,11 +81,11 @@ class RayTransport(WorkerTransport[KnownActor]):
             self._spec = cluster.put(encode_spec(spec, by_value))
             self.codec = Codec(RayStore(), by_value)
         sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
-        place = UNPLACED._replace(gpu_id=0 if request.num_gpus else None)
         # Ray leaves a worker without a GPU all those of its node.
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         variables = allocator_variables({}) if request.num_gpus else hidden
-        self._boot = Boot(None, place, {**variables}, sharers=sharers)
+        gpu_id = 0 if request.num_gpus else None
+        self._boot = Boot(None, Place(None, gpu_id, variables, sharers=sharers))
         self._happened: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[WorkerEvent] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []

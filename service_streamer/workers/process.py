@@ -364,16 +364,9 @@ class _WorkerProcess(KnownWorker):
                     # SIGTERM, but a SIGHUP would end it, if it were not held back from its start.
                     with block_signals():
                         resource_tracker.ensure_running()
-                with placement.environment(self.place, worker_num) as variables:
-                    boot = Boot(
-                        spec,
-                        placement.at(self.place),
-                        variables,
-                        make_link,
-                        placement.sharers(self.place, worker_num),
-                        progress,
-                        starting.preparation and starting.preparation(),
-                    )
+                with placement.environment(self.place, worker_num) as place:
+                    prepare = starting.preparation and starting.preparation()
+                    boot = Boot(spec, place, make_link, progress, prepare)
                     # Not a daemon in multiprocessing's sense: those may not have children, which a
                     # model may want (data loaders). The engine ends all before the interpreter.
                     self._process = context.Process(

@@ -336,8 +336,9 @@ class Stages:
         self.progress[FORWARD] = job.batch_id + 1
         began = time.monotonic()
         job.started_at = job.started_at or began
-        if kind_in_use() is not None:
-            job.timer = StageTimer()
+        kind = kind_in_use()
+        if kind is not None:
+            job.timer = StageTimer(kind)
         self.launched.add(job.batch_id)
         in_parts = job.trouble is not None or len(job.prepared) > 1 or self.model.ceiling.limit
         if not in_parts:

@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import managed_model
 from ..errors import ModelError
 from ..gpu.accelerators import limit_memory
 from ..gpu.device_errors import DeviceFailed, Guard, is_out_of_memory
 from ..gpu.places import Place, check_torch, missing_gpu, set_environment, visible_gpus
-from ..managed_model import set_shown_device
 from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .arena import Memory
@@ -76,9 +76,7 @@ class Boot(NamedTuple):
 
     spec: ModelSpec | None  # its model; None if it comes as the first frame
     place: Place
-    variables: dict[str, str | None]  # of its environment; None removes one
     make_link: MakeLink | None = None  # to the memory that it shares with its parent
-    sharers: tuple[int, ...] = ()  # workers on each GPU that it sees
     progress: Memory | None = None  # where it writes which batches it is at
     prepare: Callable[[], None] | None = None  # called first
 
@@ -213,7 +211,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.disable()  # or a forked child kept the handlers that Ray, say, put in its parent
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
-    set_environment(boot.variables)  # a fork server has an environment of its own
+    set_environment(boot.place.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.make_link)
     threading.Thread(
         target=_exit_with_parent,
@@ -327,8 +325,8 @@ def _load(
     """The model, ready to serve the channel, and its preprocess processes, if it has any."""
     if boot.prepare is not None:
         boot.prepare()
-    limit_loaded_torch(boot.variables)
     place = boot.place
+    limit_loaded_torch(place.variables)
     try:
         spec: ModelSpec = boot.spec or pickle.loads(pickled)
     except (AttributeError, ImportError) as error:  # a part of the model is not to be found here
@@ -336,7 +334,7 @@ def _load(
     problem = missing_gpu(place, visible_gpus()) if place.needs_gpu else ""
     if problem:  # the model would silently run on the CPU
         raise RuntimeError(f'{problem}; name an available device, or "cpu"')
-    set_shown_device(place.gpu_id)
+    managed_model.shown_device = place.gpu_id
     pool = None
     if spec.preprocess_options is not None:
         from .preprocessing import PreprocessPool  # others need neither it nor what it imports
@@ -344,10 +342,10 @@ def _load(
         pool = PreprocessPool(bytes(pickled) if pickled else spec, spec.preprocess_options)
         pool.start()
     # If its module imports torch; a limit that the model sets itself comes later, and counts.
-    is_limited = limit_memory(boot.sharers)
+    is_limited = limit_memory(place.sharers)
     model = spec.load(place.gpu_id)
     if not is_limited:
-        limit_memory(boot.sharers)
+        limit_memory(place.sharers)
     if pool is not None:
         pool.attach(model)
         pool.wait_ready()
