@@ -40,7 +40,7 @@ from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerTransport, WorkerWaits
 from ..workers.worker_main import Boot
 from .cluster import Actor, Cluster, LeftCluster, verdict
-from .frames import RayStore, frame
+from .frames import frame, keep
 from .known_actor import KnownActor
 from .losses import Verdict
 from .placing import Unplaced, why_not_placed
@@ -79,7 +79,7 @@ class RayTransport(WorkerTransport[KnownActor]):
         else:
             by_value = RayByValue()
             self._spec = cluster.put(encode_spec(spec, by_value))
-            self.codec = Codec(RayStore(), by_value)
+            self.codec = Codec(keep, by_value)
         sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
         # Ray leaves a worker without a GPU all those of its node.
         hidden = {"CUDA_VISIBLE_DEVICES": ""}

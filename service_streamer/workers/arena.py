@@ -116,16 +116,16 @@ class Lease:
 
     __slots__ = ("__weakref__", "_ended", "block", "is_copied", "number", "size", "start", "stop")
 
-    def __init__(
-        self, ended: Ended, block: int, size: int, number: int = 0, *, is_copied: bool = False
-    ) -> None:
+    # A reader sets these:
+    number: int  # of the memory
+    start: int  # of the viewed part of the memory
+    stop: int
+    is_copied: bool  # there are copies instead of views
+
+    def __init__(self, ended: Ended, block: int, size: int) -> None:
         self._ended = ended
         self.block = block
         self.size = size
-        # Of a reader:
-        self.number = number  # of the memory
-        self.start, self.stop = block + size, block  # the viewed part of the memory
-        self.is_copied = is_copied  # there are copies instead of views
 
     def __del__(self) -> None:
         # A finalizer may interrupt any code: no lock.
@@ -201,8 +201,9 @@ class Arena:
             while self._ended:
                 lease = self._ended.popleft()
                 page, count = lease.block // PAGE, lease.size // PAGE
-                self._pages[page : page + count] = bytes(count)
-                self._first_free = min(page, self._first_free)
+                self._pages[page : page + count] = b"\0" * count
+                if page < self._first_free:
+                    self._first_free = page
                 self._used -= lease.size
             if self._takes >= _REVIEW_INTERVAL:
                 self._review()
@@ -272,7 +273,8 @@ class Arena:
     def _block(self, size: int) -> tuple[Lease, int] | None:
         """The lowest free pages: they exist and may be cached, and the top can be given back."""
         size = round_up(size)
-        wanted = bytes(size // PAGE)
+        count = size // PAGE
+        wanted = b"\0" * count
         self.reclaim()
         page = self._pages.find(wanted, self._first_free)
         while page < 0 and self._open:  # release blocks kept for more rows
@@ -289,9 +291,9 @@ class Arena:
             except OSError:
                 return None
             self._reach = stop
-        self._pages[page : page + len(wanted)] = b"\1" * len(wanted)
+        self._pages[page : page + count] = b"\1" * count
         if page == self._first_free:
-            self._first_free = page + len(wanted)
+            self._first_free += count
         self._used += size
         self._takes += 1
         self._peak = max(self._peak, stop)

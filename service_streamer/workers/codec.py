@@ -4,9 +4,9 @@ A payload is bytes, or stands for memory outside of the message and has a method
 and each result is a payload of its own, so one that cannot travel fails alone.
 
 Small values become one byte string. The data of large arrays and tensors is copied only once, to
-where a store puts it (pickle protocol 5, PEP 574). Large objects without buffers, such as ``bytes``
-in a tuple, pass through the pickle's stream without a copy. Plain numpy arrays are pickled in half
-of numpy's time, and torch tensors as plain data on the CPU.
+memory outside (pickle protocol 5, PEP 574). Large objects without buffers, such as ``bytes`` in a
+tuple, pass through the pickle's stream without a copy. Plain numpy arrays are pickled in half of
+numpy's time, and torch tensors as plain data on the CPU.
 
 pickle sends a class or function as the names of its module and its own. Workers cannot import the
 main module of a notebook or of ``python -c``. cloudpickle, an optional package, sends the code
@@ -30,7 +30,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import ModelError, UnpicklableItem
 from ..reporting import PACKAGES, summary
@@ -96,29 +96,23 @@ class Parts:
         return Parts, ([stream], buffers)
 
 
-class Store(Protocol):
-    """Memory outside of messages, for large values."""
-
-    def put(self, parts: Parts) -> Any:
-        """Copy a value there; returns its payload, or None if there is no room."""
-
-
 class Codec:
     """Pickles values; subclasses may encode them in another way. Any thread.
 
-    ``by_value`` has sent the model, and sends what else workers cannot import.
+    ``put`` copies a large value to memory outside of the message, and returns its payload, or None
+    if there is no room. ``by_value`` has sent the model, and sends what else workers cannot import.
     """
 
-    #: Values of so many bytes go to the store, and so do buffers in them.
+    #: Values of so many bytes are put outside, and so are buffers in them.
     large = LARGE
 
     def __init__(
         self,
-        store: Store | None = None,
+        put: Callable[[Parts], Any] | None = None,
         by_value: ByValue | None = None,
         cannot_decode: str = "a result cannot be unpickled in the web process",
     ) -> None:
-        self._store = store
+        self._put = put
         self._cannot_decode = cannot_decode
         self._make_pickler: Callable[..., pickle.Pickler] = pickle.Pickler
         if by_value is not None and by_value.is_needed:
@@ -132,10 +126,10 @@ class Codec:
         kind = type(value)
         if kind in _ATOMS or (kind in _TEXTS and len(value) < _SHORT_TEXT):  # as most are
             return pickle.dumps(value, PROTOCOL)
-        store = self._store
-        if store is not None:
+        put = self._put
+        if put is not None:
             pickled = self._dump(value, self.large)
-            payload = pickled if isinstance(pickled, bytes) else store.put(pickled)
+            payload = pickled if isinstance(pickled, bytes) else put(pickled)
             if payload is not None:
                 return payload
         return self._dump(value, math.inf)
@@ -200,8 +194,8 @@ class Codec:
             raise failed from error.with_traceback(None)
 
     def close(self) -> None:
-        """Let go of the store. A thread that is just writing there still can."""
-        self._store = None
+        """Let go of the memory outside. A thread that is just writing there still can."""
+        self._put = None
 
 
 def encode_spec(spec: object, by_value: ByValue) -> bytes:

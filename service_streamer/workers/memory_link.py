@@ -106,7 +106,9 @@ class Window:
         # A reader of an earlier batch's rows may have written to the page that its last row shares
         # with our first.
         is_copied = self._map is None or block in self._viewed
-        lease = Lease(self._ended, block, size, number, is_copied=is_copied)
+        lease = Lease(self._ended, block, size)
+        lease.number, lease.is_copied = number, is_copied
+        lease.start, lease.stop = block + size, block  # nothing is viewed yet
         if self._address and not is_copied:
             self._viewed[block] = weakref.ref(lease)
         return lease

@@ -112,7 +112,9 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         is_encoded = not isinstance(spec, bytes) and spec.codec is not None
         self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
         if not (is_encoded or isinstance(spec, bytes)):
-            self.codec = Codec(self.memory.arena, by_value, spec.cannot_load)
+            arena = self.memory.arena
+            put = arena.put if arena else None
+            self.codec = Codec(put, by_value, spec.cannot_load)
         #: Each descriptor with its worker, and what to call with that when it is ready.
         self._selector = selectors.DefaultSelector()
         ends = Pipe(duplex=False)

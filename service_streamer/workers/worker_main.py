@@ -248,7 +248,7 @@ class _PipeChannel(CodedChannel):
         self, requests: Connection, responses: Connection, make_link: MakeLink | None
     ) -> None:
         link = None if make_link is None else make_link()
-        super().__init__(Codec(None if link is None else link.arena), link)
+        super().__init__(Codec(link.arena.put if link and link.arena else None), link)
         self._pid = os.getpid()
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())

@@ -60,7 +60,7 @@ class Link:
         self.writers, self.readers = (here, there) if private else (there, here)
         self.arena: Any = self.writers[0].arena
         self.arena.rows = rows
-        self.encode: Callable[[Any], Any] = Codec(self.arena).encode
+        self.encode: Callable[[Any], Any] = Codec(self.arena.put).encode
 
     def send(self, *payloads: Any, to: int = 0) -> list[Any]:
         """The items of a batch, as the reader has them."""

@@ -78,7 +78,8 @@ def test_descriptors_are_closed_with_the_last_use() -> None:
         ends = web.for_worker(2)
         assert ends is not None
         there = ends[0]()
-        codec = Codec(web.arena)
+        assert web.arena is not None
+        codec = Codec(web.arena.put)
         payload = codec.encode(filled(7))
         batch = [payload]
         ends[1].lend(batch)
@@ -139,7 +140,7 @@ def test_payloads_go_through_pipes_where_there_is_no_room_to_map_memory(
     [record] = caplog.records
     assert "no shared memory" in record.getMessage()
     link = ends[0]()
-    assert not is_shared(Codec(link.arena).encode(filled(1)))
+    assert link.arena is None
 
 
 # -- memory that is passed on
