@@ -29,8 +29,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..workers.arena import Arena, Block, Ended, Memory, Placed, Wire
-from ..workers.codec import Parts
+from ..workers.arena import Arena, Block, Memory, Placed, Wire
 from ..workers.memory_link import (
     MakeLink,
     MemoryLink,
@@ -65,18 +64,6 @@ class MemorySocket:
         self.connection.close()
 
 
-class _Unreadable(Window):
-    """In place of memory that this process could not take in."""
-
-    def __init__(self, ended: Ended) -> None:
-        self._ended = ended
-        self._viewed = {}
-        self._map, self._address, self._pagemap = None, 0, -1
-
-    def copies(self, wire: Wire) -> Parts:  # noqa: ARG002
-        raise OSError("this process has too many files open to read shared memory")
-
-
 class ReadingLink(MemoryLink):
     """An end that also reads memory of third processes, which comes by ``source``. Any thread."""
 
@@ -97,7 +84,7 @@ class ReadingLink(MemoryLink):
         if number not in self._windows:
             self.take_in()
         if number not in self._windows:
-            self._windows[number] = _Unreadable(self._ended)
+            self._windows[number] = Window(None, self._ended, private=self._private)
         return self._windows[number]
 
     def fileno(self) -> int:

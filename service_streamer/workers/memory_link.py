@@ -52,6 +52,12 @@ _CLEAN = bytes(
 )
 
 
+@functools.cache
+def _pagemap(_: int) -> int:
+    """A descriptor that tells which pages of this process, by its id, were written to."""
+    return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+
 @functools.cache  # there are few block sizes, and making a type is expensive
 def _region_type(size: int) -> Any:
     return ctypes.c_char * size
@@ -73,29 +79,30 @@ _FEWEST_REFERENCES = _fewest_references()
 class Window:
     """Reads payloads from another process's arena. Leases report their end to ``ended``.
 
-    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time.
+    ``memory`` is None if this process could not take it in.
+    ``region`` is for any thread, the other methods for one thread at a time.
     ``private`` hides readers' writes from later readers, and enables ``view``.
     """
 
     def __init__(
-        self, memory: Memory, ended: Ended, source: object = None, *, private: bool
+        self, memory: Memory | None, ended: Ended, source: object = None, *, private: bool
     ) -> None:
-        self.memory = memory
+        self._memory = memory
         self._source = source  # where it came from: kept as long as anything is viewed
         self._ended = ended
         self._viewed: dict[int, weakref.ref[Lease]] = {}  # by block, if its views are private
         self._map: mmap.mmap | None = None
         self._address = 0  # of a private mapping; 0 if there is none
-        self._pagemap = -1  # tells which of its pages were written to
         with contextlib.suppress(OSError):  # then everything is copied
-            self._map = memory.map(private=private)
+            self._map = self.memory.map(private=private)
             if private:
                 self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-                self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self._pagemap >= 0:
-            close(self._pagemap)
+    @property
+    def memory(self) -> Memory:
+        if self._memory is None:
+            raise OSError("this process has too many files open to read shared memory")
+        return self._memory
 
     def lease(self, wire: Wire) -> Lease:
         """Count a block as in use until the returned lease is dropped.
@@ -113,21 +120,6 @@ class Window:
             self._viewed[block] = weakref.ref(lease)
         return lease
 
-    def parts(self, wire: Wire, lease: Lease) -> Parts:
-        """A payload, as views that keep the lease alive."""
-        if lease.is_copied:
-            return self.copies(wire)
-        _, block, _, start, lengths, stream = wire
-        *starts, end = positions(lengths)
-        lease.start, lease.stop = min(lease.start, start), max(lease.stop, start + end)
-        region, start = self._region(lease), start - block
-        views = [region[start + at : start + at + n] for at, n in zip(starts, lengths, strict=True)]
-        return _parts(stream, views)
-
-    def copies(self, wire: Wire) -> Parts:
-        """The same as it was sent, whatever readers have written to it since."""
-        return copied(self.memory, wire)
-
     def view(self, address: int, size: int) -> memoryview | None:
         """The memory at an address, if all of it is in use in one block."""
         start = address - self._address
@@ -136,7 +128,7 @@ class Window:
             if lease is None or lease in self._ended:
                 continue
             if lease.start <= start and start + size <= lease.stop:
-                return self._region(lease)[start - lease.block : start - lease.block + size]
+                return self.region(lease)[start - lease.block : start - lease.block + size]
         return None
 
     def end(self, lease: Lease) -> None:
@@ -158,14 +150,14 @@ class Window:
         first, last = start // size, -(-stop // size)
         with contextlib.suppress(OSError):  # there is no /proc: all pages count as copies
             length = (last - first) * 8
-            entries = os.pread(self._pagemap, length, (self._address // size + first) * 8)
+            entries = os.pread(_pagemap(os.getpid()), length, (self._address // size + first) * 8)
             highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
             if len(entries) == length and not highest.translate(None, _CLEAN):
                 return
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED, first * size, (last - first) * size)
 
-    def _region(self, lease: Lease) -> memoryview:
+    def region(self, lease: Lease) -> memoryview:
         """A lease's block. Views of it reference the ctypes object, which references the lease."""
         region = _region_type(lease.size).from_buffer(self._map, lease.block)
         region.lease, region.source = lease, self._source
@@ -173,7 +165,7 @@ class Window:
 
 
 def copied(memory: Memory, wire: Wire) -> Parts:
-    """A payload as it was sent. The memory need not be mapped."""
+    """A payload as it was sent, whatever readers have written to it. It need not be mapped."""
     _, _, _, start, lengths, stream = wire
     starts = positions(lengths)[:-1]
     copies = [_copy(memory, start + at, n) for at, n in zip(starts, lengths, strict=True)]
@@ -212,7 +204,7 @@ class Received:
 
     def load_again(self) -> Any:
         """The value as it was sent, in memory of its own."""
-        return self._window.copies(self.wire).view()
+        return copied(self.memory, self.wire).view()
 
     @property
     def memory(self) -> Memory:
@@ -224,8 +216,16 @@ class Received:
         return self._lease.size
 
     def parts(self) -> Parts:
-        """The payload, as views of that memory."""
-        return self._window.parts(self.wire, self._lease)
+        """The payload, as views of that memory that keep the lease alive."""
+        lease = self._lease
+        if lease.is_copied:
+            return copied(self.memory, self.wire)
+        _, block, _, start, lengths, stream = self.wire
+        *starts, end = positions(lengths)
+        lease.start, lease.stop = min(lease.start, start), max(lease.stop, start + end)
+        region, start = self._window.region(lease), start - block
+        views = [region[start + at : start + at + n] for at, n in zip(starts, lengths, strict=True)]
+        return _parts(stream, views)
 
 
 # -- both ends
@@ -329,8 +329,15 @@ class MemoryLink:
 
     # -- what this side reads
 
-    def receive(self, payloads: list[Any]) -> None:
-        """Replace wires by payloads that keep their memory, in place."""
+    def receive(self, payloads: list[Any], released: list[Block] | None = None) -> None:
+        """Take in a message: its wires become payloads that keep their memory, in place.
+
+        ``released`` are blocks that the other side no longer reads.
+        """
+        if released:
+            self.release(released)
+        if tuple not in map(type, payloads):
+            return
         leases: dict[Block, Lease] = {}  # one for each block of a message
         with self._lock:
             for position, wire in enumerate(payloads):

@@ -113,10 +113,7 @@ class CodedChannel(Channel):
     def decode(self, received: Any) -> DecodedBatch:
         batch_id, payloads, released, _ = received
         if self.link is not None:
-            if released:
-                self.link.release(released)
-            if tuple in map(type, payloads):
-                self.link.receive(payloads)
+            self.link.receive(payloads, released)
         decode = self.codec.decode
         items: list[Any] = []
         failures: dict[int, Failure] = {}
