@@ -77,6 +77,10 @@ class Parts:
     def nbytes(self) -> int:
         return sum(memoryview(each).nbytes for each in (*self.stream, *self.buffers))
 
+    def __len__(self) -> int:
+        """Bytes, as ``len`` of a payload that is ``bytes``: a pool adds up what it sends."""
+        return self.nbytes
+
     def copy(self) -> Parts:
         """The same in memory of its own: to travel in a message, or to be loaded."""
         return Parts([b"".join(self.stream)], [bytes(each) for each in self.buffers])
