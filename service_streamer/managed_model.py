@@ -105,7 +105,7 @@ class ManagedModel(ABC):
         builds a model by hand. There numbers are those of the driver, whatever list was set before.
         ``"cpu"`` hides every GPU.
         """
-        if gpu_id is None or gpu_id == _shown:
+        if gpu_id is None or gpu_id == shown_device:
             return
         show_only(gpu_id)
 
@@ -350,14 +350,6 @@ def array_module(value: Any) -> Any:
     return None
 
 
-#: What a worker has been shown by its parent; None elsewhere.
-_shown: int | str | None = None
-
-
-def set_shown_device(gpu_id: int | str | None) -> None:
-    """In a worker: this device is the one that the environment shows already.
-
-    Its number is one of the parent's, who may see a part of the GPUs: it must not be set as it is.
-    """
-    global _shown
-    _shown = gpu_id
+#: In a worker, the device that its environment shows already; None elsewhere. Its number is one of
+#: the parent's, who may see a part of the GPUs: it must not be set as it is.
+shown_device: int | str | None = None

@@ -26,7 +26,7 @@ from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Ca
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound
 from .batch_scheduler import BatchScheduler
-from .call_queue import LARGE, CallQueue, Decision
+from .call_queue import LARGE, CallQueue
 from .deadlines import Deadlines
 from .isolation import Raised, Retries
 from .scheduler import Scheduler, StepScheduler

@@ -36,6 +36,7 @@ class Place(NamedTuple):
     shown: tuple[str, ...] | None = None  # values of the GPUs that it sees; None as for ``device``
     problem: str = ""  # why the device is unavailable; empty if it is available
     expects_gpu: bool = False  # whether a worker without a device should see a GPU
+    sharers: tuple[int, ...] = ()  # how many workers compute on each GPU that it sees
 
     @property
     def needs_gpu(self) -> bool:

@@ -164,9 +164,8 @@ def first_value(outputs: Any) -> Any:
 def stream_of(module: Any, purpose: str, device: int) -> Any:
     """A device's stream for one purpose, of torch's module, made at its first use."""
     key = module, purpose, device
-    if key not in _streams:  # of two threads that make one, both get the first
-        _streams.setdefault(key, module.Stream(device))
-    return _streams[key]
+    # Of two threads that make one, both get the first.
+    return _streams.get(key) or _streams.setdefault(key, module.Stream(device))
 
 
 def _pin(tensor: Any) -> Any:

@@ -418,7 +418,7 @@ def pool_clients(
         own_memory = None if arena is None else arena.memory
         return PoolClient(
             Connector(name, paths, hello, boot, own_memory, user, log),
-            Codec(arena, by_value),
+            Codec(arena.put if arena else None, by_value),
             memory,
             lengths,
             PoolCalls(options.max_pending, max_in_flight),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
+import functools
 import os
 import socket
 import threading
@@ -30,10 +30,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..workers.arena import Arena, Block, Memory, Placed, Wire
-from ..workers.codec import Parts
 from ..workers.memory_link import (
-    Ended,
-    Memories,
+    MakeLink,
     MemoryLink,
     Received,
     SharedMemory,
@@ -66,18 +64,6 @@ class MemorySocket:
         self.connection.close()
 
 
-class _Unreadable(Window):
-    """In place of memory that this process could not take in."""
-
-    def __init__(self, ended: Ended) -> None:
-        self._ended = ended
-        self._viewed = {}
-        self._map, self._address, self._pagemap = None, 0, -1
-
-    def copies(self, wire: Wire) -> Parts:  # noqa: ARG002
-        raise OSError("this process has too many files open to read shared memory")
-
-
 class ReadingLink(MemoryLink):
     """An end that also reads memory of third processes, which comes by ``source``. Any thread."""
 
@@ -98,7 +84,7 @@ class ReadingLink(MemoryLink):
         if number not in self._windows:
             self.take_in()
         if number not in self._windows:
-            self._windows[number] = _Unreadable(self._ended)
+            self._windows[number] = Window(None, self._ended, private=self._private)
         return self._windows[number]
 
     def fileno(self) -> int:
@@ -211,16 +197,9 @@ def _pack(number: int) -> bytes:
 # -- of the workers
 
 
-@dataclasses.dataclass
-class PoolMemories(Memories):
-    """The shared memory that a new worker of a pool is given."""
-
-    source: MemorySocket  # of the memory of clients
-
-    def link(self) -> MemoryLink:
-        """The worker's end."""
-        arena = results_arena(self.responses)
-        return ReadingLink(arena, self.requests, self.source, private=True)
+def _reading_link(requests: Memory, responses: Memory, source: MemorySocket) -> ReadingLink:
+    """A worker's end; the memory of clients comes by ``source``."""
+    return ReadingLink(results_arena(responses), requests, source, private=True)
 
 
 class PoolMemory(SharedMemory):
@@ -236,11 +215,12 @@ class PoolMemory(SharedMemory):
         self._links: weakref.WeakSet[_WorkerLink] = weakref.WeakSet()
         self._lock = threading.RLock()  # of these: the engine's thread adds, the server's looks
 
-    def _share(self, arena: Arena, responses: Memory) -> tuple[PoolMemories, MemoryLink]:
+    def _share(self, arena: Arena, responses: Memory) -> tuple[MakeLink, MemoryLink]:
         link = _WorkerLink(arena, responses)
         with self._lock:
             self._links.add(link)
-        return PoolMemories(arena.memory, responses, link.pop_receiver()), link
+        source = link.pop_receiver()
+        return functools.partial(_reading_link, arena.memory, responses, source), link
 
     def forget_client(self, memory: Memory) -> None:
         """A client has gone: workers unmap its memory when they have read it."""

@@ -27,7 +27,7 @@ from typing import Any
 from ..gpu.places import set_environment
 from ..workers.codec import Codec, Parts
 from ..workers.worker_main import Boot, CodedChannel, serve_model
-from .frames import Frame, RayStore, frame, unframed
+from .frames import Frame, frame, keep, unframed
 
 #: The host, the process id, and the GPUs that it sees, as a variable lists them.
 Whereabouts = tuple[str, int, str]
@@ -42,7 +42,7 @@ class RayWorker:
     """
 
     def __init__(self, boot: Boot, spec: bytes) -> None:
-        set_environment(boot.variables)  # before anybody asks ``where``
+        set_environment(boot.place.variables)  # before anybody asks ``where``
         self._channel = _ActorChannel()
         self._exit_code: int | None = None
         self._thread = threading.Thread(
@@ -130,7 +130,7 @@ class _ActorChannel(CodedChannel):
     )
 
     def __init__(self) -> None:
-        super().__init__(_ActorCodec(RayStore()))
+        super().__init__(_ActorCodec(keep))
         self._batches: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # None comes after the last one, and stays.
         self._answers: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()

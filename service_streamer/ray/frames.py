@@ -16,15 +16,10 @@ from ..workers.codec import PROTOCOL, Parts
 Frame = bytes | tuple[bytes, list[Any]]
 
 
-class RayStore:
-    """Keeps large values as parts, for Ray to take their buffers when the message is sent.
-
-    Copied at once: a caller may change its item as soon as that has been accepted, and a model may
-    use the memory of its results again.
-    """
-
-    def put(self, parts: Parts) -> Parts:
-        return parts.copy()
+#: Keeps a large value as parts, for Ray to take their buffers when the message is sent. Copied at
+#: once: a caller may change its item as soon as that has been accepted, and a model may use the
+#: memory of its results again.
+keep = Parts.copy
 
 
 def frame(message: Any) -> Frame:

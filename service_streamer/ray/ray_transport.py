@@ -28,7 +28,7 @@ from typing import Any
 
 from ..errors import WorkerLost, WorkerStartError
 from ..gpu.accelerators import allocator_variables
-from ..gpu.places import UNPLACED
+from ..gpu.places import Place
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..options.table import ResourceOptions
@@ -40,7 +40,7 @@ from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerTransport, WorkerWaits
 from ..workers.worker_main import Boot
 from .cluster import Actor, Cluster, LeftCluster, verdict
-from .frames import RayStore, frame
+from .frames import frame, keep
 from .known_actor import KnownActor
 from .losses import Verdict
 from .placing import Unplaced, why_not_placed
@@ -79,13 +79,13 @@ class RayTransport(WorkerTransport[KnownActor]):
         else:
             by_value = RayByValue()
             self._spec = cluster.put(encode_spec(spec, by_value))
-            self.codec = Codec(RayStore(), by_value)
+            self.codec = Codec(keep, by_value)
         sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
-        place = UNPLACED._replace(gpu_id=0 if request.num_gpus else None)
         # Ray leaves a worker without a GPU all those of its node.
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         variables = allocator_variables({}) if request.num_gpus else hidden
-        self._boot = Boot(None, place, {**variables}, sharers=sharers)
+        gpu_id = 0 if request.num_gpus else None
+        self._boot = Boot(None, Place(None, gpu_id, variables, sharers=sharers))
         self._happened: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[WorkerEvent] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []

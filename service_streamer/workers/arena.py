@@ -16,7 +16,6 @@ when the last process that has it ends, even by a crash.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import errno
@@ -113,11 +112,17 @@ def _from_pickle(descriptor: Any) -> Memory:
 
 
 class Lease:
-    """Keeps a block unchanged while it is referenced; reports its end."""
+    """Keeps a block unchanged while it is referenced, as by all views of it; reports its end."""
 
-    __slots__ = ("_ended", "block", "size")
+    __slots__ = ("__weakref__", "_ended", "block", "is_copied", "number", "size", "start", "stop")
 
-    def __init__(self, ended: collections.deque[Any], block: int, size: int) -> None:
+    # A reader sets these:
+    number: int  # of the memory
+    start: int  # of the viewed part of the memory
+    stop: int
+    is_copied: bool  # there are copies instead of views
+
+    def __init__(self, ended: Ended, block: int, size: int) -> None:
         self._ended = ended
         self.block = block
         self.size = size
@@ -125,6 +130,10 @@ class Lease:
     def __del__(self) -> None:
         # A finalizer may interrupt any code: no lock.
         self._ended.append(self)
+
+
+#: Leases that have ended, or have seemed to.
+Ended: TypeAlias = collections.deque[Lease]
 
 
 class Placed(NamedTuple):
@@ -173,11 +182,13 @@ class Arena:
         self._log_once = quiet_log(__name__, once=True)
         self._map = memory.map()
         self._bytes = memoryview(self._map)
-        self._extents = Extents(memory.size // PAGE * PAGE)
+        self._pages = bytearray(memory.size // PAGE)  # by page: 1 if it is in a block
+        self._first_free = 0  # no page below is free
+        self._used = 0  # bytes in blocks
         self._reach = 0  # end of the existing pages
         self._peak = 0  # end of the used part since the last review
         self._takes = 0  # blocks allocated since the last review
-        self._ended: collections.deque[Lease] = collections.deque()
+        self._ended: Ended = collections.deque()
         # Blocks of adjacent payloads of one size, by that, least recently used first, and how many
         # bytes are filled.
         self._open: dict[int, tuple[Lease, int]] = {}
@@ -189,10 +200,14 @@ class Arena:
         with self._lock:
             while self._ended:
                 lease = self._ended.popleft()
-                self._extents.give_back(lease.block, lease.size)
+                page, count = lease.block // PAGE, lease.size // PAGE
+                self._pages[page : page + count] = b"\0" * count
+                if page < self._first_free:
+                    self._first_free = page
+                self._used -= lease.size
             if self._takes >= _REVIEW_INTERVAL:
                 self._review()
-            return self._extents.used
+            return self._used
 
     def put(self, parts: Parts) -> Placed | None:
         """Copy a payload to shared memory; None if there is no room."""
@@ -214,7 +229,7 @@ class Arena:
                 "%.1f MB do not fit into the shared memory for %s, of which %.1f of %.1f MB are in "
                 "use: it goes through a pipe, which is slower. This is said once; "
                 "shared_memory_limit sets how much there is",
-                size / _MB, self._contents, self._extents.used / _MB, self.memory.size / _MB,
+                size / _MB, self._contents, self._used / _MB, self.memory.size / _MB,
             )  # fmt: skip
             return None
         lease, start = room
@@ -248,7 +263,7 @@ class Arena:
 
     def _review(self) -> None:
         """Give the pages at the top back if more than half of all was not needed for a while."""
-        needed = max(self._peak, self._extents.top)
+        needed = max(self._peak, (self._pages.rfind(1) + 1) * PAGE)
         self._takes = self._peak = 0
         if needed <= self._reach // 2:
             with contextlib.suppress(OSError):
@@ -256,23 +271,30 @@ class Arena:
                 self._reach = needed
 
     def _block(self, size: int) -> tuple[Lease, int] | None:
+        """The lowest free pages: they exist and may be cached, and the top can be given back."""
         size = round_up(size)
+        count = size // PAGE
+        wanted = b"\0" * count
         self.reclaim()
-        block = self._extents.take(size)
-        while block is None and self._open:  # release blocks kept for more rows
+        page = self._pages.find(wanted, self._first_free)
+        while page < 0 and self._open:  # release blocks kept for more rows
             del self._open[next(iter(self._open))]
             self.reclaim()
-            block = self._extents.take(size)
-        if block is None:
+            page = self._pages.find(wanted, self._first_free)
+        if page < 0:
             return None
+        block = page * PAGE
         stop = block + size
         if stop > self._reach:  # writing without memory for the pages would kill the process
             try:
                 os.posix_fallocate(self.memory.descriptor, self._reach, stop - self._reach)
             except OSError:
-                self._extents.give_back(block, size)
                 return None
             self._reach = stop
+        self._pages[page : page + count] = b"\1" * count
+        if page == self._first_free:
+            self._first_free += count
+        self._used += size
         self._takes += 1
         self._peak = max(self._peak, stop)
         return Lease(self._ended, block, size), block
@@ -280,7 +302,7 @@ class Arena:
     def _row(self, size: int) -> tuple[Lease, int] | None:
         lease, filled = self._open.pop(size, (None, 0))
         if lease is None or filled + size > lease.size:
-            largest = self._extents.size // _PARTS_OF_MEMORY
+            largest = self.memory.size // _PARTS_OF_MEMORY
             wanted = min(_BATCHES_PER_BLOCK * self.rows * size, largest)
             room = self._block(wanted) if wanted >= 2 * size else None
             if room is None:
@@ -300,47 +322,3 @@ def round_up(size: int) -> int:
     pages = max(1, -(-size // PAGE))
     step = 1 << max(0, pages.bit_length() - 4)
     return -(-pages // step) * step * PAGE
-
-
-class Extents:
-    """The free parts of ``range(size)``. Not thread-safe.
-
-    Allocation from the bottom reuses recent pages, which exist and may be cached, and leaves the
-    top free to be given back.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.used = 0  # bytes
-        self._free = [(0, size)] if size else []  # (start, stop), sorted, not adjacent
-
-    @property
-    def top(self) -> int:
-        """End of the last allocation."""
-        return self._free[-1][0] if self._free and self._free[-1][1] == self.size else self.size
-
-    def take(self, size: int) -> int | None:
-        """Allocate ``size`` adjacent bytes; returns their start, or None if there is no room."""
-        for index, (start, stop) in enumerate(self._free):
-            end = start + size
-            if end <= stop:
-                if end == stop:
-                    del self._free[index]
-                else:
-                    self._free[index] = (end, stop)
-                self.used += size
-                return start
-        return None
-
-    def give_back(self, start: int, size: int) -> None:
-        """Free an allocation of ``take``."""
-        stop = start + size
-        free = self._free
-        index = bisect.bisect(free, (start, start))
-        if index < len(free) and free[index][0] == stop:
-            stop = free.pop(index)[1]
-        if index and free[index - 1][1] == start:
-            index -= 1
-            start = free.pop(index)[0]
-        free.insert(index, (start, stop))
-        self.used -= size

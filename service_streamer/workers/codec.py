@@ -4,9 +4,9 @@ A payload is bytes, or stands for memory outside of the message and has a method
 and each result is a payload of its own, so one that cannot travel fails alone.
 
 Small values become one byte string. The data of large arrays and tensors is copied only once, to
-where a store puts it (pickle protocol 5, PEP 574). Large objects without buffers, such as ``bytes``
-in a tuple, pass through the pickle's stream without a copy. Plain numpy arrays are pickled in half
-of numpy's time, and torch tensors as plain data on the CPU.
+memory outside (pickle protocol 5, PEP 574). Large objects without buffers, such as ``bytes`` in a
+tuple, pass through the pickle's stream without a copy. Plain numpy arrays are pickled in half of
+numpy's time, and torch tensors as plain data on the CPU.
 
 pickle sends a class or function as the names of its module and its own. Workers cannot import the
 main module of a notebook or of ``python -c``. cloudpickle, an optional package, sends the code
@@ -30,7 +30,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import ModelError, UnpicklableItem
 from ..reporting import PACKAGES, summary
@@ -78,7 +78,7 @@ class Parts:
         return sum(memoryview(each).nbytes for each in (*self.stream, *self.buffers))
 
     def __len__(self) -> int:
-        """Bytes, as ``len`` of a payload that is ``bytes``."""
+        """Bytes, as ``len`` of a payload that is ``bytes``: a pool adds up what it sends."""
         return self.nbytes
 
     def copy(self) -> Parts:
@@ -100,44 +100,59 @@ class Parts:
         return Parts, ([stream], buffers)
 
 
-class Store(Protocol):
-    """Memory outside of messages, for large values."""
-
-    def put(self, parts: Parts) -> Any:
-        """Copy a value there; returns its payload, or None if there is no room."""
-
-
 class Codec:
     """Pickles values; subclasses may encode them in another way. Any thread.
 
-    ``by_value`` has sent the model, and sends what else workers cannot import.
+    ``put`` copies a large value to memory outside of the message, and returns its payload, or None
+    if there is no room. ``by_value`` has sent the model, and sends what else workers cannot import.
     """
 
-    #: Values of so many bytes go to the store, and so do buffers in them.
+    #: Values of so many bytes are put outside, and so are buffers in them.
     large = LARGE
 
     def __init__(
         self,
-        store: Store | None = None,
+        put: Callable[[Parts], Any] | None = None,
         by_value: ByValue | None = None,
         cannot_decode: str = "a result cannot be unpickled in the web process",
     ) -> None:
-        self._store = store
+        self._put = put
         self._cannot_decode = cannot_decode
-        self._make_pickler = by_value.pickler if by_value and by_value.is_needed else None
+        self._make_pickler: Callable[..., pickle.Pickler] = pickle.Pickler
+        if by_value is not None and by_value.is_needed:
+            self._make_pickler = by_value.pickler
+        #: Idle picklers. A list: its ``pop`` and ``append`` are safe in any thread and in
+        #: finalizers.
+        self._idle: list[_Pickling] = []
 
     def encode(self, value: Any) -> Any:
         """Returns the payload. Raises whatever pickling raises."""
         kind = type(value)
         if kind in _ATOMS or (kind in _TEXTS and len(value) < _SHORT_TEXT):  # as most are
             return pickle.dumps(value, PROTOCOL)
-        store = self._store
-        if store is not None:
-            pickled = _dump(value, self.large, self._make_pickler)
-            payload = pickled if isinstance(pickled, bytes) else store.put(pickled)
+        put = self._put
+        if put is not None:
+            pickled = self._dump(value, self.large)
+            payload = pickled if isinstance(pickled, bytes) else put(pickled)
             if payload is not None:
                 return payload
-        return _dump(value, math.inf, self._make_pickler)
+        return self._dump(value, math.inf)
+
+    def _dump(self, value: Any, large: float) -> bytes | Parts:
+        """Pickle into bytes, or into parts if it has at least ``large`` bytes."""
+        if _known_to != (len(copyreg.dispatch_table), len(sys.modules)):
+            _learn_reducers()
+        try:
+            pickling = self._idle.pop()
+        except IndexError:
+            pickling = _Pickling(self._make_pickler)
+        try:
+            return pickling.dump(value, large)
+        finally:
+            if pickling.is_reusable:
+                self._idle.append(pickling)
+            else:
+                del pickling.pickler  # or the two would be a reference cycle
 
     def decode(self, payload: Any) -> Any:
         """Returns the value. Raises whatever unpickling raises."""
@@ -183,8 +198,8 @@ class Codec:
             raise failed from error.with_traceback(None)
 
     def close(self) -> None:
-        """Let go of the store. A thread that is just writing there still can."""
-        self._store = None
+        """Let go of the memory outside. A thread that is just writing there still can."""
+        self._put = None
 
 
 def encode_spec(spec: object, by_value: ByValue) -> bytes:
@@ -213,35 +228,15 @@ def encode_spec(spec: object, by_value: ByValue) -> bytes:
 # -- pickling into parts
 
 
-def _dump(value: Any, large: float, make: Callable[..., pickle.Pickler] | None) -> bytes | Parts:
-    """Pickle into bytes, or into parts if it has at least ``large`` bytes.
-
-    With ``make`` the value gets a pickler of its own, which is slower.
-    """
-    if _known_to != (len(copyreg.dispatch_table), len(sys.modules)):
-        _learn_reducers()
-    try:
-        pickling = _idle.pop() if make is None else _Pickling(make)
-    except IndexError:
-        pickling = _Pickling()
-    try:
-        return pickling.dump(value, large)
-    finally:
-        if pickling.is_reusable and make is None:
-            _idle.append(pickling)
-        else:
-            pickling.end()
-
-
 class _Pickling:
     """A reusable pickler: making one costs more than pickling a number."""
 
-    def __init__(self, make: Callable[..., pickle.Pickler] = pickle.Pickler) -> None:
+    def __init__(self, make: Callable[..., pickle.Pickler]) -> None:
         self.is_reusable = False  # after the latest value
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
         self._large: float = LARGE
-        self._pickler = make(self, PROTOCOL, buffer_callback=self._stays)
+        self.pickler = make(self, PROTOCOL, buffer_callback=self._stays)
 
     def write(self, chunk: Any) -> None:
         """As the pickler's file. Large objects arrive without a copy.
@@ -253,9 +248,9 @@ class _Pickling:
     def dump(self, value: Any, large: float) -> bytes | Parts:
         self._large = large
         self.is_reusable = False
-        self._pickler.dispatch_table = _reducers
+        self.pickler.dispatch_table = _reducers
         try:
-            self._pickler.dump(value)
+            self.pickler.dump(value)
             last: bytes = self._chunks.pop()
             self.is_reusable = not self._chunks and len(last) <= _SHORT_STREAM
             if not self._chunks and not self._buffers and len(last) < large:
@@ -264,15 +259,11 @@ class _Pickling:
                 chunk.raw() if type(chunk) is PickleBuffer else chunk for chunk in self._chunks
             ]
             parts = Parts([*chunks, last], self._buffers[:])
-            return parts if len(parts) >= large else b"".join(parts.stream)
+            return parts if parts.nbytes >= large else b"".join(parts.stream)
         finally:
-            self._pickler.clear_memo()  # which holds references to all objects
+            self.pickler.clear_memo()  # which holds references to all objects
             self._chunks.clear()
             self._buffers.clear()
-
-    def end(self) -> None:
-        """Break the reference cycle with the pickler."""
-        del self._pickler
 
     def _stays(self, buffer: PickleBuffer) -> bool:
         """Whether a buffer stays in the stream."""
@@ -281,10 +272,6 @@ class _Pickling:
             return True
         self._buffers.append(view)
         return False
-
-
-#: Idle picklers. A list: its ``pop`` and ``append`` are safe in any thread and in finalizers.
-_idle: list[_Pickling] = []
 
 
 def _reduce_memoryview(view: memoryview) -> tuple[Callable[..., memoryview], tuple[Any, ...]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import logging
 import mmap
@@ -24,10 +23,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..reporting import quiet_log, summary
-from .arena import PAGE, Arena, Block, Lease, Memory, Placed, Wire, default_limit, positions
+from .arena import (
+    PAGE,
+    Arena,
+    Block,
+    Ended,
+    Lease,
+    Memory,
+    Placed,
+    Wire,
+    default_limit,
+    positions,
+)
 from .codec import Parts
 
 _log = quiet_log(__name__)
@@ -42,40 +52,24 @@ _CLEAN = bytes(
 )
 
 
+@functools.cache
+def _pagemap(_: int) -> int:
+    """A descriptor that tells which pages of this process, by its id, were written to."""
+    return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+
 @functools.cache  # there are few block sizes, and making a type is expensive
 def _region_type(size: int) -> Any:
     return ctypes.c_char * size
 
 
-class ReadLease(Lease):
-    """Referenced by all views of a block; its end means that there are no more views.
-
-    The garbage collector calls all finalizers of a cycle before it knows whether one revives a part
-    of it. So ``pop_ended`` counts the references of what has ended.
-    """
-
-    __slots__ = ("__weakref__", "is_copied", "number", "start", "stop")
-
-    def __init__(
-        self, ended: Ended, number: int, block: int, size: int, *, is_copied: bool
-    ) -> None:
-        super().__init__(ended, block, size)
-        self.number = number  # of the memory
-        self.start, self.stop = block + size, block  # the viewed part of the memory
-        self.is_copied = is_copied  # readers get copies instead of views
-
-
-#: Leases that have ended, or have seemed to.
-Ended = collections.deque[ReadLease]
-
-
-def _references(lease: ReadLease) -> int:
+def _references(lease: Lease) -> int:
     return sys.getrefcount(lease)
 
 
 def _fewest_references() -> int:
     """Reference count of a lease in one variable, which depends on Python's version."""
-    lease = ReadLease(collections.deque(), 0, 0, 0, is_copied=True)
+    lease = Lease(collections.deque(), 0, 0)
     return _references(lease)
 
 
@@ -85,31 +79,32 @@ _FEWEST_REFERENCES = _fewest_references()
 class Window:
     """Reads payloads from another process's arena. Leases report their end to ``ended``.
 
-    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time.
+    ``memory`` is None if this process could not take it in.
+    ``region`` is for any thread, the other methods for one thread at a time.
     ``private`` hides readers' writes from later readers, and enables ``view``.
     """
 
     def __init__(
-        self, memory: Memory, ended: Ended, source: object = None, *, private: bool
+        self, memory: Memory | None, ended: Ended, source: object = None, *, private: bool
     ) -> None:
-        self.memory = memory
+        self._memory = memory
         self._source = source  # where it came from: kept as long as anything is viewed
         self._ended = ended
-        self._viewed: dict[int, weakref.ref[ReadLease]] = {}  # by block, if its views are private
+        self._viewed: dict[int, weakref.ref[Lease]] = {}  # by block, if its views are private
         self._map: mmap.mmap | None = None
         self._address = 0  # of a private mapping; 0 if there is none
-        self._pagemap = -1  # tells which of its pages were written to
         with contextlib.suppress(OSError):  # then everything is copied
-            self._map = memory.map(private=private)
+            self._map = self.memory.map(private=private)
             if private:
                 self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-                self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self._pagemap >= 0:
-            close(self._pagemap)
+    @property
+    def memory(self) -> Memory:
+        if self._memory is None:
+            raise OSError("this process has too many files open to read shared memory")
+        return self._memory
 
-    def lease(self, wire: Wire) -> ReadLease:
+    def lease(self, wire: Wire) -> Lease:
         """Count a block as in use until the returned lease is dropped.
 
         One lease per block and message; payloads of a batch in one block share it.
@@ -118,25 +113,12 @@ class Window:
         # A reader of an earlier batch's rows may have written to the page that its last row shares
         # with our first.
         is_copied = self._map is None or block in self._viewed
-        lease = ReadLease(self._ended, number, block, size, is_copied=is_copied)
+        lease = Lease(self._ended, block, size)
+        lease.number, lease.is_copied = number, is_copied
+        lease.start, lease.stop = block + size, block  # nothing is viewed yet
         if self._address and not is_copied:
             self._viewed[block] = weakref.ref(lease)
         return lease
-
-    def parts(self, wire: Wire, lease: ReadLease) -> Parts:
-        """A payload, as views that keep the lease alive."""
-        if lease.is_copied:
-            return self.copies(wire)
-        _, block, _, start, lengths, stream = wire
-        *starts, end = positions(lengths)
-        lease.start, lease.stop = min(lease.start, start), max(lease.stop, start + end)
-        region, start = self._region(lease), start - block
-        views = [region[start + at : start + at + n] for at, n in zip(starts, lengths, strict=True)]
-        return _parts(stream, views)
-
-    def copies(self, wire: Wire) -> Parts:
-        """The same as it was sent, whatever readers have written to it since."""
-        return copied(self.memory, wire)
 
     def view(self, address: int, size: int) -> memoryview | None:
         """The memory at an address, if all of it is in use in one block."""
@@ -146,10 +128,10 @@ class Window:
             if lease is None or lease in self._ended:
                 continue
             if lease.start <= start and start + size <= lease.stop:
-                return self._region(lease)[start - lease.block : start - lease.block + size]
+                return self.region(lease)[start - lease.block : start - lease.block + size]
         return None
 
-    def end(self, lease: ReadLease) -> None:
+    def end(self, lease: Lease) -> None:
         """There are no more views of a lease."""
         if not lease.is_copied:
             self._viewed.pop(lease.block, None)
@@ -168,14 +150,14 @@ class Window:
         first, last = start // size, -(-stop // size)
         with contextlib.suppress(OSError):  # there is no /proc: all pages count as copies
             length = (last - first) * 8
-            entries = os.pread(self._pagemap, length, (self._address // size + first) * 8)
+            entries = os.pread(_pagemap(os.getpid()), length, (self._address // size + first) * 8)
             highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
             if len(entries) == length and not highest.translate(None, _CLEAN):
                 return
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED, first * size, (last - first) * size)
 
-    def _region(self, lease: ReadLease) -> memoryview:
+    def region(self, lease: Lease) -> memoryview:
         """A lease's block. Views of it reference the ctypes object, which references the lease."""
         region = _region_type(lease.size).from_buffer(self._map, lease.block)
         region.lease, region.source = lease, self._source
@@ -183,7 +165,7 @@ class Window:
 
 
 def copied(memory: Memory, wire: Wire) -> Parts:
-    """A payload as it was sent. The memory need not be mapped."""
+    """A payload as it was sent, whatever readers have written to it. It need not be mapped."""
     _, _, _, start, lengths, stream = wire
     starts = positions(lengths)[:-1]
     copies = [_copy(memory, start + at, n) for at, n in zip(starts, lengths, strict=True)]
@@ -211,7 +193,7 @@ class Received:
 
     __slots__ = ("_lease", "_window", "wire")
 
-    def __init__(self, window: Window, wire: Wire, lease: ReadLease) -> None:
+    def __init__(self, window: Window, wire: Wire, lease: Lease) -> None:
         self._window = window
         self._lease = lease
         self.wire = wire
@@ -222,7 +204,7 @@ class Received:
 
     def load_again(self) -> Any:
         """The value as it was sent, in memory of its own."""
-        return self._window.copies(self.wire).view()
+        return copied(self.memory, self.wire).view()
 
     @property
     def memory(self) -> Memory:
@@ -234,23 +216,24 @@ class Received:
         return self._lease.size
 
     def parts(self) -> Parts:
-        """The payload, as views of that memory."""
-        return self._window.parts(self.wire, self._lease)
+        """The payload, as views of that memory that keep the lease alive."""
+        lease = self._lease
+        if lease.is_copied:
+            return copied(self.memory, self.wire)
+        _, block, _, start, lengths, stream = self.wire
+        *starts, end = positions(lengths)
+        lease.start, lease.stop = min(lease.start, start), max(lease.stop, start + end)
+        region, start = self._window.region(lease), start - block
+        views = [region[start + at : start + at + n] for at, n in zip(starts, lengths, strict=True)]
+        return _parts(stream, views)
 
 
 # -- both ends
 
 
-@dataclasses.dataclass
-class Memories:
-    """The shared memory that a new worker is given."""
-
-    requests: Memory  # what it reads
-    responses: Memory  # what it writes to
-
-    def link(self) -> MemoryLink:
-        """The worker's end."""
-        return MemoryLink(results_arena(self.responses), self.requests, private=True)
+def worker_link(requests: Memory, responses: Memory) -> MemoryLink:
+    """A worker's end."""
+    return MemoryLink(results_arena(responses), requests, private=True)
 
 
 def results_arena(memory: Memory) -> Arena | None:
@@ -346,9 +329,16 @@ class MemoryLink:
 
     # -- what this side reads
 
-    def receive(self, payloads: list[Any]) -> None:
-        """Replace wires by payloads that keep their memory, in place."""
-        leases: dict[Block, ReadLease] = {}  # one for each block of a message
+    def receive(self, payloads: list[Any], released: list[Block] | None = None) -> None:
+        """Take in a message: its wires become payloads that keep their memory, in place.
+
+        ``released`` are blocks that the other side no longer reads.
+        """
+        if released:
+            self.release(released)
+        if tuple not in map(type, payloads):
+            return
+        leases: dict[Block, Lease] = {}  # one for each block of a message
         with self._lock:
             for position, wire in enumerate(payloads):
                 if type(wire) is not tuple:
@@ -373,7 +363,9 @@ class MemoryLink:
                     lease = self._ended.popleft()
                 except IndexError:  # a finalizer in between emptied it
                     break
-                if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
+                # The garbage collector calls all finalizers of a cycle before it knows whether one
+                # revives a part of it, such as a view.
+                if _references(lease) > _FEWEST_REFERENCES:
                     self._ended.append(lease)
                 elif lease.number in self._windows:
                     self._windows[lease.number].end(lease)
@@ -402,6 +394,10 @@ class MemoryLink:
             self._windows.clear()
 
 
+#: Makes a worker's end there; picklable.
+MakeLink: TypeAlias = Callable[[], MemoryLink]
+
+
 class SharedMemory:
     """The web process's: an arena for what all workers read, and a link to each of them.
 
@@ -423,8 +419,8 @@ class SharedMemory:
                     summary(error),
                 )
 
-    def for_worker(self, worker_num: int) -> tuple[Memories, MemoryLink] | None:
-        """For one of ``worker_num`` workers, and this process's end; None if there is none.
+    def for_worker(self, worker_num: int) -> tuple[MakeLink, MemoryLink] | None:
+        """The ends of one of ``worker_num`` workers and of this process; None without memory.
 
         Raises:
             OSError: there are no descriptors left.
@@ -433,8 +429,9 @@ class SharedMemory:
             return None
         return self._share(self.arena, Memory.new(max(PAGE, self.size // worker_num)))
 
-    def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
-        return Memories(arena.memory, responses), MemoryLink(arena, responses)
+    def _share(self, arena: Arena, responses: Memory) -> tuple[MakeLink, MemoryLink]:
+        make = functools.partial(worker_link, arena.memory, responses)
+        return make, MemoryLink(arena, responses)
 
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""

@@ -42,7 +42,7 @@ from ..reporting import quiet_log
 from . import starting
 from .arena import Memory
 from .codec import ByValue, Codec, encode_spec
-from .memory_link import Memories, MemoryLink, SharedMemory
+from .memory_link import MakeLink, MemoryLink, SharedMemory
 from .model_spec import ModelSpec
 from .protocol import (
     FORWARD,
@@ -113,7 +113,9 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
         is_encoded = not isinstance(spec, bytes) and spec.codec is not None
         self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
         if not (is_encoded or isinstance(spec, bytes)):
-            self.codec = Codec(self.memory.arena, by_value, spec.cannot_load)
+            arena = self.memory.arena
+            put = arena.put if arena else None
+            self.codec = Codec(put, by_value, spec.cannot_load)
         #: Each descriptor with its worker, and what to call with that when it is ready.
         self._selector = selectors.DefaultSelector()
         ends = Pipe(duplex=False)
@@ -133,11 +135,11 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
-        memories, link = self.memory.for_worker(worker_num) or (None, None)
+        make_link, link = self.memory.for_worker(worker_num) or (None, None)
         worker = self._workers[slot] = _WorkerProcess(slot, place, link, self._noun)
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
-            worker.start(self._method, self._placement, worker_num, spec, memories)
+            worker.start(self._method, self._placement, worker_num, spec, make_link)
             self._selector.register(worker.responses, _READ, (worker, self._read))
             self._selector.register(worker.death, _READ, (worker, self._on_death))
         except BaseException:
@@ -345,7 +347,7 @@ class _WorkerProcess(KnownWorker):
         placement: Placement,
         worker_num: int,
         spec: ModelSpec | None,
-        memories: Memories | None,
+        make_link: MakeLink | None,
     ) -> None:
         """Start the process. After an error ``discard`` it.
 
@@ -365,16 +367,9 @@ class _WorkerProcess(KnownWorker):
                     # SIGTERM, but a SIGHUP would end it, if it were not held back from its start.
                     with block_signals():
                         resource_tracker.ensure_running()
-                with placement.environment(self.place, worker_num) as variables:
-                    boot = Boot(
-                        spec,
-                        placement.at(self.place),
-                        variables,
-                        memories,
-                        placement.sharers(self.place, worker_num),
-                        progress,
-                        starting.preparation and starting.preparation(),
-                    )
+                with placement.environment(self.place, worker_num) as place:
+                    prepare = starting.preparation and starting.preparation()
+                    boot = Boot(spec, place, make_link, progress, prepare)
                     # Not a daemon in multiprocessing's sense: those may not have children, which a
                     # model may want (data loaders). The engine ends all before the interpreter.
                     self._process = context.Process(

@@ -46,7 +46,7 @@ from .arena import Memory
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
-VERSION = 8
+VERSION = 9
 
 #: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
 #: Others are at a batch until it is over, and read in shared memory that nobody waits for it.
@@ -126,12 +126,12 @@ class Failure:
         if type(error) is not type(original):
             error = original
         _set(error, "args", original.args)  # a constructor that words them would do it twice
+        cause = original.__cause__
         if self.remote_traceback is not None:
-            _set(error, "__cause__", RemoteTraceback(self.remote_traceback))
+            cause = RemoteTraceback(self.remote_traceback)
         elif self._cause is not None:
-            _set(error, "__cause__", self._cause.exception())
-        else:
-            _set(error, "__cause__", original.__cause__)
+            cause = self._cause.exception()
+        _set(error, "__cause__", cause)
         return error
 
     def _unpickled(self) -> BaseException:
@@ -210,22 +210,20 @@ class DeviceFailure(NamedTuple):
 
 FromWorker = WorkerReady | StartFailure | BatchReport | StepReport | DeviceFailure
 
-#: By the kind in a message. Plain ints, not an enum, which would be pickled by its name.
+#: By the kind in a message: a plain int, not an enum, which would be pickled by its name.
 _KINDS = (WorkerReady, StartFailure, BatchReport, DeviceFailure, StepReport)
-_REPORT = _KINDS.index(BatchReport)
 _STEP = _KINDS.index(StepReport)
 
-#: The fields of a report that travel; in C, since there is one report for each batch.
-_of_report = operator.attrgetter(
-    *(each.name for each in dataclasses.fields(BatchReport) if each.name != "slot")
-)
-_of_step = operator.attrgetter(
-    *(
-        each.name
-        for each in dataclasses.fields(StepReport)
-        if each.init and each.name not in ("done", "slot")
-    )
-)
+
+def _reader(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads the fields that travel; in C, since there is one report for each batch."""
+    if not dataclasses.is_dataclass(kind):
+        return tuple
+    fields = dataclasses.fields(kind)
+    return operator.attrgetter(*(each.name for each in fields if each.init and not each.kw_only))
+
+
+_READERS = {kind: (number, _reader(kind)) for number, kind in enumerate(_KINDS)}
 
 
 class Breach(Exception):
@@ -234,11 +232,12 @@ class Breach(Exception):
 
 def encode(message: FromWorker) -> tuple[Any, ...]:
     """The message as the tuple that is pickled."""
-    if isinstance(message, BatchReport):
-        return VERSION, _REPORT, *_of_report(message)
-    if isinstance(message, StepReport):
-        return VERSION, _STEP, [_of_report(each) for each in message.done], *_of_step(message)
-    return VERSION, _KINDS.index(type(message)), *message
+    number, read = _READERS[type(message)]
+    fields = read(message)
+    if number == _STEP:
+        outputs, done, *others = fields
+        return VERSION, number, outputs, [encode(each) for each in done], *others
+    return VERSION, number, *fields
 
 
 def decode(message: tuple[Any, ...]) -> FromWorker:
@@ -247,18 +246,15 @@ def decode(message: tuple[Any, ...]) -> FromWorker:
     It may raise anything else if that is no message: contents are not checked, since unpickling
     has run whatever code they name.
     """
-    version, kind, *fields = message
+    version, number, *fields = message
     if version != VERSION:
         raise Breach(
             f"its messages have version {version!r:.40}, and this process reads version {VERSION}; "
             "restart this process if the package was upgraded while it ran"
         )
-    if kind == _REPORT:
-        return BatchReport(*fields)
-    if kind == _STEP:
-        done, outputs, *others = fields
-        return StepReport(outputs, [BatchReport(*each) for each in done], *others)
-    return _KINDS[kind](*fields)
+    if number == _STEP:
+        fields[1] = [decode(each) for each in fields[1]]
+    return _KINDS[number](*fields)
 
 
 # -- frames

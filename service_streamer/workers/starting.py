@@ -254,14 +254,11 @@ class Placement:
         """Where worker number ``place`` runs."""
         return self._places[place % len(self._places)]
 
-    def sharers(self, place: int, worker_num: int) -> tuple[int, ...]:
-        """How many workers compute on each GPU that this one sees; empty if unknown."""
-        return sharers(self._places, self._visible, place, worker_num)
-
     @contextlib.contextmanager
-    def environment(self, place: int, worker_num: int) -> Iterator[dict[str, str | None]]:
+    def environment(self, place: int, worker_num: int) -> Iterator[Place]:
         """Set a worker's variables in ``os.environ`` within the block, which is ``startable``.
 
+        Yields the place with all of them, and with how many workers share it.
         With "auto" the cores are divided among the workers: four workers that each use all cores
         are slower than one. What the user has set stays; a limit for OpenMP counts for the others.
         """
@@ -278,7 +275,8 @@ class Placement:
         before = {name: inherited.get(name) for name in variables}
         set_environment(variables)
         try:
-            yield variables
+            shared_by = sharers(self._places, self._visible, place, worker_num)
+            yield self.at(place)._replace(variables=variables, sharers=shared_by)
         finally:
             set_environment(before)
 

@@ -312,12 +312,8 @@ class KnownWorker(Worker):
     def _take_in(self, report: BatchReport | StepReport, payloads: list[Any]) -> None:
         """Release the blocks that a report names, and keep its payloads in shared memory."""
         report.slot = self.slot
-        link = self.link
-        if link is not None:
-            if report.released:
-                link.release(report.released)
-            if tuple in map(type, payloads):
-                link.receive(payloads)
+        if self.link is not None:
+            self.link.receive(payloads, report.released)
 
     def obituary(
         self,

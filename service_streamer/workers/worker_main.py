@@ -26,16 +26,16 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from .. import managed_model
 from ..errors import ModelError
 from ..gpu.accelerators import limit_memory
 from ..gpu.device_errors import DeviceFailed, Guard, is_out_of_memory
 from ..gpu.places import Place, check_torch, missing_gpu, set_environment, visible_gpus
-from ..managed_model import set_shown_device
 from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .arena import Memory
 from .codec import Codec
-from .memory_link import Memories, MemoryLink
+from .memory_link import MakeLink, MemoryLink
 from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,
@@ -75,9 +75,7 @@ class Boot(NamedTuple):
 
     spec: ModelSpec | None  # its model; None if it comes as the first frame
     place: Place
-    variables: dict[str, str | None]  # of its environment; None removes one
-    memories: Memories | None = None  # what it shares with its parent
-    sharers: tuple[int, ...] = ()  # workers on each GPU that it sees
+    make_link: MakeLink | None = None  # to the memory that it shares with its parent
     progress: Memory | None = None  # where it writes which batches it is at
     prepare: Callable[[], None] | None = None  # called first
 
@@ -114,10 +112,7 @@ class CodedChannel(Channel):
     def decode(self, received: Any) -> DecodedBatch:
         batch_id, payloads, released, _ = received
         if self.link is not None:
-            if released:
-                self.link.release(released)
-            if tuple in map(type, payloads):
-                self.link.receive(payloads)
+            self.link.receive(payloads, released)
         decode = self.codec.decode
         items: list[Any] = []
         failures: dict[int, Failure] = {}
@@ -188,8 +183,8 @@ def run_worker(boot: Boot, requests: Connection, responses: Connection, stacks: 
         faulthandler.disable()  # or a forked child kept the handlers that Ray put in its parent
         faulthandler.enable(stacks.fileno())
         faulthandler.register(STACKS_SIGNAL, stacks.fileno())
-        set_environment(boot.variables)  # a fork server has an environment of its own
-        channel = _PipeChannel(requests, responses, boot.memories)
+        set_environment(boot.place.variables)  # a fork server has an environment of its own
+        channel = _PipeChannel(requests, responses, boot.make_link)
         watch = (requests.fileno(), channel.link)
         threading.Thread(
             target=_exit_with_parent, args=watch, name="parent watch", daemon=True
@@ -236,10 +231,10 @@ class _PipeChannel(CodedChannel):
     """The worker's ends of its pair of pipes; they block."""
 
     def __init__(
-        self, requests: Connection, responses: Connection, memories: Memories | None
+        self, requests: Connection, responses: Connection, make_link: MakeLink | None
     ) -> None:
-        link = None if memories is None else memories.link()
-        super().__init__(Codec(None if link is None else link.arena), link)
+        link = None if make_link is None else make_link()
+        super().__init__(Codec(link.arena.put if link and link.arena else None), link)
         self._pid = os.getpid()
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
@@ -314,8 +309,8 @@ def _load(channel: CodedChannel, boot: Boot, pickled: Frame) -> LoadedModel:
     """The model, ready to serve the channel."""
     if boot.prepare is not None:
         boot.prepare()
-    limit_loaded_torch(boot.variables)
     place = boot.place
+    limit_loaded_torch(place.variables)
     try:
         spec: ModelSpec = boot.spec or pickle.loads(pickled)
     except (AttributeError, ImportError) as error:  # a part of the model is not to be found here
@@ -323,7 +318,7 @@ def _load(channel: CodedChannel, boot: Boot, pickled: Frame) -> LoadedModel:
     problem = missing_gpu(place, visible_gpus()) if place.needs_gpu else ""
     if problem:  # the model would silently run on the CPU
         raise RuntimeError(f'{problem}; name an available device, or "cpu"')
-    set_shown_device(place.gpu_id)
+    managed_model.shown_device = place.gpu_id
     pool = None
     if spec.preprocess_options is not None:
         from .preprocessing import PreprocessPool  # others need neither it nor what it imports
@@ -331,10 +326,10 @@ def _load(channel: CodedChannel, boot: Boot, pickled: Frame) -> LoadedModel:
         pool = PreprocessPool(bytes(pickled) if pickled else spec, spec.preprocess_options)
         pool.start()
     # If its module imports torch; a limit that the model sets itself comes later, and counts.
-    is_limited = limit_memory(boot.sharers)
+    is_limited = limit_memory(place.sharers)
     model = spec.load(place.gpu_id)
     if not is_limited:
-        limit_memory(boot.sharers)
+        limit_memory(place.sharers)
     if pool is not None:
         pool.attach(model)
         pool.wait_ready()

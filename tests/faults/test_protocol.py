@@ -22,7 +22,7 @@ BREACHES = {
     "answers with too many results": "it answered a batch of 1 with 2 results",
     "sends outputs of what it does not hold": f"it sent an output of batch 1{'0' * 39}, which",
     "unknown kind": "its answer cannot be read (TypeError: ",
-    "another version": "its messages have version 9, and this process reads version 8; restart",
+    "another version": "its messages have version 10, and this process reads version 9; restart",
     "no message": "its answer cannot be read (ValueError: not enough values to unpack",
     "no tuple": "its answer cannot be read (TypeError: ",
     "no pickle": "its answer cannot be read (UnpicklingError: ",

@@ -478,7 +478,8 @@ def test_gpus_of_a_node_are_shared_as_ray_places_workers_and_hidden_from_others(
         build(models.double, num_gpus=num_gpus)
         await_that(lambda number=number: len(stub.actors) > number)
         boot = stub.actors[-1].boot
-        assert (boot.variables.get("CUDA_VISIBLE_DEVICES"), boot.sharers) == (shown, sharers)
+        place = boot.place
+        assert (place.variables.get("CUDA_VISIBLE_DEVICES"), place.sharers) == (shown, sharers)
 
 
 # -- the clock of another host, as this process learns it

@@ -56,11 +56,11 @@ class Link:
         web = SharedMemory(2 * size)
         ends = [web.for_worker(1) for _ in range(readers)]
         here = [end[1] for end in ends if end is not None]
-        there = [end[0].link() for end in ends if end is not None]
+        there = [end[0]() for end in ends if end is not None]
         self.writers, self.readers = (here, there) if private else (there, here)
         self.arena: Any = self.writers[0].arena
         self.arena.rows = rows
-        self.encode: Callable[[Any], Any] = Codec(self.arena).encode
+        self.encode: Callable[[Any], Any] = Codec(self.arena.put).encode
 
     def send(self, *payloads: Any, to: int = 0) -> list[Any]:
         """The items of a batch, as the reader has them."""

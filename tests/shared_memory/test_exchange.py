@@ -18,7 +18,7 @@ from ends import MB, SIZE, Link, decode, filled, is_shared, read_only
 
 from service_streamer.pool.pool_memory import MemorySocket, PassingLink, ReadingLink
 from service_streamer.workers.codec import Codec
-from service_streamer.workers.memory_link import Memories, SharedMemory, shareable
+from service_streamer.workers.memory_link import SharedMemory, shareable
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
@@ -77,8 +77,9 @@ def test_descriptors_are_closed_with_the_last_use() -> None:
         web = SharedMemory(4 * MB)
         ends = web.for_worker(2)
         assert ends is not None
-        there = ends[0].link()
-        codec = Codec(web.arena)
+        there = ends[0]()
+        assert web.arena is not None
+        codec = Codec(web.arena.put)
         payload = codec.encode(filled(7))
         batch = [payload]
         ends[1].lend(batch)
@@ -128,7 +129,8 @@ def test_a_quarter_of_what_there_is_may_be_shared(
 def test_payloads_go_through_pipes_where_there_is_no_room_to_map_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memories = Memories(Link().arena.memory, Link().arena.memory)
+    ends = SharedMemory(4 * MB).for_worker(1)
+    assert ends is not None
 
     def unmapped(*_: Any) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
@@ -137,8 +139,8 @@ def test_payloads_go_through_pipes_where_there_is_no_room_to_map_memory(
     assert SharedMemory(4 * MB).for_worker(1) is None
     [record] = caplog.records
     assert "no shared memory" in record.getMessage()
-    link = memories.link()
-    assert not is_shared(Codec(link.arena).encode(filled(1)))
+    link = ends[0]()
+    assert link.arena is None
 
 
 # -- memory that is passed on
