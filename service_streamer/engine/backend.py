@@ -28,6 +28,9 @@ IN_CALLBACK = (
     "callback of that future"
 )
 
+#: What items cost, in any unit. Raises what the user's function raises, or ValueError.
+Lengths: TypeAlias = Callable[[Sequence[Any]], list[float]]
+
 #: The outputs, encoded and in the order of the items, or why there are none.
 Outcome: TypeAlias = list[Any] | Failure
 
@@ -57,7 +60,7 @@ class Backend(Protocol):
         """
 
     @property
-    def lengths(self) -> Callable[[Sequence[Any]], list[float]] | None:
+    def lengths(self) -> Lengths | None:
         """What gives the lengths of items; None if each counts one, or they are not known here."""
 
     @property
@@ -427,10 +430,18 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
     return mailbox
 
 
-def answer(calls: Sequence[Call]) -> None:
-    """Answer calls that are over; then wake threads and loops, once for all of their calls."""
+def answer(calls: Sequence[Call], parts: Sequence[tuple[Call, Any]] = ()) -> None:
+    """Answer calls that are over; then wake threads and loops, once for all of their calls.
+
+    Args:
+        parts: outputs of streams, which come first.
+    """
     waiters: list[BlockingReply] = []
-    mailboxes: set[Mailbox] = set()
+    mailboxes: set[Mailbox | None] = set()
+    for call, output in parts:
+        reply = call.reply
+        if reply is not None:  # else its caller has gone meanwhile
+            mailboxes.add(reply.put_part(output))
     for call in calls:
         reply, outcome = call.reply, call.outputs if call.failure is None else call.failure
         call.reply, call.outputs = None, NO_OUTPUTS  # who still holds the call holds no results
@@ -449,4 +460,5 @@ def answer(calls: Sequence[Call]) -> None:
             log(logging.ERROR, "a callback of a future raised", exc_info=True)
     wake(waiters)
     for mailbox in mailboxes:
-        mailbox.deliver_soon()
+        if mailbox is not None:
+            mailbox.deliver_soon()

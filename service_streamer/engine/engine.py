@@ -20,8 +20,7 @@ import contextlib
 import math
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..batching.batcher import NOTHING
@@ -45,43 +44,19 @@ from ..observe.record import BatchRecord, Call
 from ..options.checks import Workers, worker_range
 from ..supervision.supervisor import Overlap
 from ..workers.protocol import HOLD, RESUME, Failure
-from ..workers.transport import Transport
+from . import threads
 from .backend import IN_CALLBACK
-from .fleet import EngineState, Fleet
+from .fleet import EngineState
+from .fleet import Fleet as Fleet  # beside what it is given to
 from .loop import ABORT_GRACE, WOKEN, Loop
 from .threads import is_owned
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-#: What items cost, in any unit. Raises what the user's function raises, or ValueError.
-Lengths = Callable[[Sequence[Any]], list[float]]
-
 
 class Engine(Loop):
-    """Accepts calls from any thread and answers each exactly once.
-
-    Args:
-        transport: not started yet; the engine starts, owns and closes it.
-        fleet: new.
-        hang: why workers are killed: see ``Loop``.
-        lengths: of items, as calls have them; None if each counts one.
-        clock: seconds from a monotonic clock.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        fleet: Fleet,
-        *,
-        hang: str = "its batch took too long",
-        lengths: Lengths | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(transport, fleet, hang=hang, clock=clock)
-        self.lengths = lengths
-        self.decode = transport.decode
-        self._on_call: Callable[[Call], None] | None = None
+    """Accepts calls from any thread and answers each exactly once. Built as a ``Loop``."""
 
     def start(self) -> None:
         """Start the workers and the loop; does not wait for them."""
@@ -119,15 +94,14 @@ class Engine(Loop):
         """
         with self._guarded():
             self.on_batch = on_batch
-            self._on_call = on_call
+            self.on_call = on_call
             self.batcher.on_back = self.keep_record
 
     # -- calls
 
     def submit(self, call: Call) -> None:
         """See ``Backend``. Also raises what the function raises that gives the lengths."""
-        # A system call each time: uWSGI forks without the hooks by which it could be known before.
-        if os.getpid() != self._pid or self.fleet.refusal is not None:
+        if threads.known_pid != self._pid or self.fleet.refusal is not None:
             self.check_process()
             self._check_accepting()
         timeout, size = call.timeout, call.size
@@ -145,8 +119,8 @@ class Engine(Loop):
         except StreamerError as error:
             call.reply.end(Failure(error.with_traceback(None)))  # its frames hold the items
             return
-        if self._on_call is not None:
-            self._on_call(call)
+        if self.on_call is not None:
+            self.on_call(call)
         refusal = self._change(self._accept, call)
         if refusal is not None:
             try:
@@ -221,16 +195,11 @@ class Engine(Loop):
         batcher = self.batcher
         if batcher.has_room_for(size):  # a look without the lock
             return
-
         self.check_process()  # before the lock, which a fork may have copied while held
         self.flush()  # what has come together may go to workers that are free
         with self.lock:
-            refusal = None if batcher.has_room_for(size) else self._overloaded(size)
-        if refusal is not None:
-            try:
-                raise refusal
-            finally:
-                del refusal  # as in ``submit``
+            if not batcher.has_room_for(size):
+                raise self._overloaded(size)
 
     def _overloaded(self, size: int) -> Overloaded:
         """Count a call of so many items as refused; what its caller gets. Locked."""
@@ -449,7 +418,7 @@ class Engine(Loop):
         # A signal handler may run while this thread holds a lock that the loop needs to end; it may
         # hold some of the transport's while it sends.
         is_interrupting = is_owned(self.lock) or is_owned(self.sending)
-        if threading.current_thread() is not self.thread and not is_interrupting:
+        if threading.get_ident() != self.thread_id and not is_interrupting:
             self.join()
 
     def abandon(self) -> None:
@@ -482,8 +451,7 @@ class Engine(Loop):
             )
 
     def check_not_in_callback(self) -> None:
-        thread = self.thread  # whose number another one has when it has ended
-        if threading.get_ident() == thread.ident and threading.current_thread() is thread:
+        if threading.get_ident() == self.thread_id:
             self.check_process()  # in a fork made by a callback, that copy of the thread is ours
             raise StreamerError(IN_CALLBACK)
 

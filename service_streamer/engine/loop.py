@@ -29,7 +29,7 @@ from ..reporting import counted, quiet_log, report_bug, summary
 from ..supervision.supervisor import Loss, backoff
 from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
-from .backend import BlockingReply, Mailbox, answer
+from .backend import BlockingReply, Lengths, answer
 from .fleet import EngineState, Fleet, FleetEvent
 from .threads import AtExit, is_owned, rest_if_copied
 
@@ -56,9 +56,12 @@ class Loop:
     Methods that say "Locked" want ``lock`` to be held.
 
     Args:
-        transport: not started yet; owned, and closed at the end.
+        transport: not started yet; the engine starts, owns and closes it.
+        fleet: new.
         hang: why a worker was killed whose batch took too long, with "{:g}" for the seconds. Where
             workers are not killed for their batch, why not.
+        lengths: of items, as calls have them; None if each counts one.
+        clock: seconds from a monotonic clock.
 
     Attributes:
         unsent: messages. Workers get them in this order. A thread that sends one sends all, so it
@@ -76,8 +79,10 @@ class Loop:
         records: of batches, if they are watched: the loop hands them out and releases them.
         waits_until: until when the loop waits, if nothing happens.
         on_answered: called when all is answered that came back at a time. Must not block or raise.
-        on_workers, on_end, on_batch: see ``Engine.when_workers_change``, ``when_ended``, ``watch``.
+        on_workers, on_end: see ``Engine.when_workers_change``, ``when_ended``.
+        on_batch, on_call: see ``Engine.watch``.
         cancel_exit: has the engine not be closed any more when the interpreter ends.
+        thread_id: of the thread; None before and afterwards, when another may have that number.
     """
 
     # More than 30 attributes of an instance would make all of them slower.
@@ -88,10 +93,13 @@ class Loop:
         transport: Transport,
         fleet: Fleet,
         *,
-        hang: str,
-        clock: Callable[[], float],
+        hang: str = "its batch took too long",
+        lengths: Lengths | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport = transport
+        self.decode = transport.decode
+        self.lengths = lengths
         self.fleet = fleet
         self.batcher = fleet.batcher
         self.clock = clock
@@ -114,10 +122,12 @@ class Loop:
         self.on_answered: Callable[[], None] = lambda: None
         self.on_workers: Callable[[], None] = lambda: None
         self.on_batch: Callable[[BatchRecord], None] = lambda _: None
+        self.on_call: Callable[[Call], None] | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.cancel_exit: Callable[[], object] = lambda: None
         #: Runs the loop, and logs what becomes of the workers.
         self.thread = threading.Thread(target=self._run, name="service_streamer", daemon=True)
+        self.thread_id: int | None = None
         self._ended = threading.Event()
 
     # -- the state: locked
@@ -294,6 +304,7 @@ class Loop:
         reason: Failure | None = None
         failures = 0  # in a row
         events: list[WorkerEvent] = []
+        self.thread_id = self.thread.ident
         try:
             timeout = self._time_to_wait()
             while timeout is not None:
@@ -320,6 +331,7 @@ class Loop:
             try:
                 self._shut_down(reason)
             finally:
+                self.thread_id = None
                 self._ended.set()
 
     def _recover(self, error: Exception, events: list[WorkerEvent]) -> list[WorkerEvent]:
@@ -406,8 +418,7 @@ class Loop:
             self.send()
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nothing else would answer them
-            self._hand_out(parts)
-            self._answer(calls)
+            self._answer(calls, parts)
             if calls or parts:
                 self.on_answered()
             self._hand_out_records()
@@ -505,20 +516,8 @@ class Loop:
 
     # -- answers
 
-    def _hand_out(self, parts: Sequence[tuple[Call, Any]]) -> None:
-        """Hand out outputs of streams. Tasks of one loop are woken together, when all are there."""
-        mailboxes: set[Mailbox] = set()
-        for call, output in parts:
-            reply = call.reply
-            if reply is not None:  # else its caller has gone meanwhile
-                mailbox = reply.put_part(output)
-                if mailbox is not None:
-                    mailboxes.add(mailbox)
-        for mailbox in mailboxes:
-            mailbox.deliver_soon()
-
-    def _answer(self, calls: Sequence[Call]) -> None:
-        answer(calls)
+    def _answer(self, calls: Sequence[Call], parts: Sequence[tuple[Call, Any]] = ()) -> None:
+        answer(calls, parts)
         for call in calls:
             self.open_calls.pop(call, None)
 

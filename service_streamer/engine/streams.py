@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 from ..errors import Overloaded, StreamerError
 from ..observe.record import Call, Timing
@@ -33,8 +33,6 @@ class Outputs:
 
     #: What says that no more come.
     stop: type[Exception]
-    #: Whether other calls follow at once.
-    _more = False
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         self.call: Any = None
@@ -53,7 +51,6 @@ class Outputs:
         """Raises what ``Backend.submit`` raises."""
         call.reply = self
         call.is_watched = True  # a consumer that is busy elsewhere does not look at the time
-        call.more = self._more
         self.backend.submit(call)
 
     # -- in the engine's thread
@@ -208,7 +205,6 @@ class LoopOutputs(Outputs):
     """For a task of an asyncio loop."""
 
     stop = StopAsyncIteration
-    _more = True
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         super().__init__(backend, max_buffered, fails_behind=fails_behind)
@@ -219,6 +215,7 @@ class LoopOutputs(Outputs):
         self.cancelled_in: asyncio.Task[Any] | None = None
 
     def submit(self, call: Call) -> None:
+        call.more = True
         super().submit(call)
         self.mailbox.flush_soon(self.backend)
 
@@ -297,13 +294,10 @@ _TASK_HAS_ENDED = (
 _HELPERS = (__name__, "asyncio.tasks")
 
 
-_Kind = TypeVar("_Kind", bound=Outputs)
-
-
-class _AnyStream(Generic[_Kind]):
+class _AnyStream:
     """The outputs of one item, as they are asked for. Raises what ``Backend.submit`` raises."""
 
-    _kind: type[_Kind]
+    _kind: type[Outputs]
 
     def __init__(
         self, backend: Backend, call: Call, max_buffered: int, *, fails_behind: bool = False
@@ -327,7 +321,7 @@ class _AnyStream(Generic[_Kind]):
             self._outputs.leave()
 
 
-class Stream(_AnyStream[ThreadOutputs], Iterator[Any]):
+class Stream(_AnyStream, Iterator[Any]):
     """The outputs of one item, from ``Streamer.stream``. For one thread.
 
     Leave the loop whenever you like: when nothing refers to the stream any more, or by ``close`` or
@@ -335,6 +329,7 @@ class Stream(_AnyStream[ThreadOutputs], Iterator[Any]):
     """
 
     _kind = ThreadOutputs
+    _outputs: ThreadOutputs
 
     def __iter__(self) -> Self:
         return self
@@ -373,7 +368,7 @@ class Stream(_AnyStream[ThreadOutputs], Iterator[Any]):
         self.close()
 
 
-class AsyncStream(_AnyStream[LoopOutputs], AsyncIterator[Any]):
+class AsyncStream(_AnyStream, AsyncIterator[Any]):
     """The same for asyncio, from ``Streamer.astream``. For one task of the loop it was made in.
 
     Leaving the loop frees the place, as does cancelling the task that waits for an output, at its
@@ -383,6 +378,7 @@ class AsyncStream(_AnyStream[LoopOutputs], AsyncIterator[Any]):
     """
 
     _kind = LoopOutputs
+    _outputs: LoopOutputs
 
     def __aiter__(self) -> Self:
         return self
