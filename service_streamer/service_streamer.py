@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import service_streamer as package
 
-from .base_streamer import defaults
+from .base_streamer import BaseStreamer
 from .options import kinds
 
 if TYPE_CHECKING:
@@ -77,11 +77,12 @@ class _Module(types.ModuleType):
 
     @property
     def WORKER_TIMEOUT(self) -> float | None:  # noqa: N802 - the name that applications set
-        return defaults.worker_timeout
+        return BaseStreamer.library_timeout
 
     @WORKER_TIMEOUT.setter
     def WORKER_TIMEOUT(self, seconds: float | None) -> None:  # noqa: N802
-        defaults.worker_timeout = kinds.seconds(none="no limit").check("WORKER_TIMEOUT", seconds)
+        no_limit = kinds.seconds(none="no limit")
+        BaseStreamer.library_timeout = no_limit.check("WORKER_TIMEOUT", seconds)
 
 
 sys.modules[__name__].__class__ = _Module
