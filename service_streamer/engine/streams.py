@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 from ..errors import Overloaded, StreamerError
@@ -60,27 +59,22 @@ class Outputs:
         if self.is_over:  # the consumer has just gone
             return None
         size = len(self.buffer)
-        if size < self._max_kept:
-            self.buffer.append(output)
-            mailbox = self.wake()
-            if size >= self._max_buffered:
-                self._pause(size)
-            return mailbox
-        lagging = Overloaded(
-            f"{size} outputs of the stream wait for their consumer, which is too slow; "
-            "max_buffered sets how many may"
-        )
-        self.end(Failure(lagging))
-        self.backend.withdraw(self.call)
-        return None
-
-    def _pause(self, size: int) -> None:
-        """So many outputs wait: the item is to rest."""
+        if size >= self._max_kept:
+            lagging = Overloaded(
+                f"{size} outputs of the stream wait for their consumer, which is too slow; "
+                "max_buffered sets how many may"
+            )
+            self.end(Failure(lagging))
+            self.backend.withdraw(self.call)
+            return None
+        self.buffer.append(output)
+        mailbox = self.wake()
         # Again now and then, if more come all the same: the item is with another worker by now.
-        if not self._is_held or size % self._max_buffered == 0:
+        if size >= self._max_buffered and (not self._is_held or size % self._max_buffered == 0):
             self.backend.hold(self.call, is_held=True)
             self._is_held = True
             self._resume()  # the consumer may have caught up before that was set
+        return mailbox
 
     def end(self, outcome: Outcome) -> None:
         """The last outputs have come, or no more come; all are handed out before the error."""
@@ -359,12 +353,7 @@ class Stream(_AnyStream, Iterator[Any]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -402,10 +391,5 @@ class AsyncStream(_AnyStream, AsyncIterator[Any]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._outputs.close()
