@@ -140,10 +140,6 @@ def predict_blocking(backend: Backend, call: Call) -> list[Any]:
     timeout = call.timeout
     try:
         backend.submit(call)
-    except BaseException:
-        reply.leave()  # a KeyboardInterrupt may come when the call is accepted already
-        raise
-    try:
         is_there = reply.wait(timeout)
     except BaseException:  # as KeyboardInterrupt, or a killed greenlet: no caller waits then
         reply.leave()
@@ -163,7 +159,7 @@ def predict_blocking(backend: Backend, call: Call) -> list[Any]:
 class BlockingReply:
     """Wakes the one thread that waits for it. A future can do that too, at twice the cost."""
 
-    __slots__ = ("_arrived", "_outcome", "call", "has_left", "relay")
+    __slots__ = ("_arrived", "call", "has_left", "outcome", "relay")
 
     def __init__(self) -> None:
         #: None again when the outcome is there: no caller gives it up then.
@@ -172,7 +168,7 @@ class BlockingReply:
         self.relay: Relay | None = None
         #: Set by the thread before it looks for a relay, if it does not wait any more.
         self.has_left = False
-        self._outcome: Outcome = []
+        self.outcome: Outcome = []
         self._arrived = threading.Lock()  # held until the outcome is there
         self._arrived.acquire()
 
@@ -197,21 +193,16 @@ class BlockingReply:
 
     def result(self) -> list[Any]:
         """The outputs, encoded; raises what the call failed with."""
-        if isinstance(self._outcome, Failure):
+        if isinstance(self.outcome, Failure):
             try:
-                raise self._outcome.exception()
+                raise self.outcome.exception()
             finally:
                 del self  # as in ``predict_blocking``
-        return self._outcome
+        return self.outcome
 
     def end(self, outcome: Outcome) -> None:
-        self.put(outcome)
+        self.outcome, self.call = outcome, None
         self.wake()
-
-    def put(self, outcome: Outcome) -> None:
-        """The call is over; ``wake`` is called next."""
-        self._outcome = outcome
-        self.call = None
 
     def wake(self) -> None:
         try:
@@ -448,7 +439,7 @@ def answer(calls: Sequence[Call], parts: Sequence[tuple[Call, Any]] = ()) -> Non
         kind = type(reply)
         try:
             if kind is BlockingReply:
-                reply.put(outcome)
+                reply.outcome, reply.call = outcome, None
                 waiters.append(reply)
             elif kind is LoopReply:
                 mailboxes.add(reply.put(outcome))
