@@ -379,7 +379,8 @@ class Engine(BaseEngine):
             if self.undone or self.left:
                 due = now
             self.waits_until = due
-        self.send()  # orders that follow from what was settled
+        if self.unsent:  # orders that follow from what was settled
+            self.send()
         return max(0.0, due - now)
 
     def _handle(self, events: list[WorkerEvent]) -> float | None:
@@ -389,6 +390,12 @@ class Engine(BaseEngine):
         the interpreter lock, which this thread gives up when it waits.
         """
         fleet, batcher = self.fleet, self.batcher
+        if not events and fleet.scaling.is_fixed and fleet.state is not EngineState.DRAINING:
+            timeout = self._time_to_wait()
+            if (
+                timeout
+            ):  # nothing is due: it was woken to wait less long, or a caller's thread did it
+                return timeout
         calls: list[Call] = []
         parts: list[tuple[Call, Any]] = []
         try:
@@ -417,13 +424,16 @@ class Engine(BaseEngine):
                 calls = [call for actions in undone for call in actions.calls]
                 rest = [actions for actions in undone if any(actions[2:])]
                 has_more = rest or fleet.notes or fleet.supervisor.due <= now
-            self.send()
+            if self.unsent:
+                self.send()
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nothing else would answer them
-            self._answer(calls, parts)
-            if self.on_answered is not None and (calls or parts):
-                self.on_answered()
-            self._hand_out_records()
+            if calls or parts:
+                self._answer(calls, parts)
+                if self.on_answered is not None:
+                    self.on_answered()
+            if self.records:
+                self._hand_out_records()
         if has_more:
             self._look_after_workers(rest)
             timeout = self._time_to_wait()
