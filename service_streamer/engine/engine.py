@@ -82,7 +82,7 @@ class Engine(BaseEngine):
         if self.lengths is not None:
             call.lengths = self.lengths(call.payloads)
         try:
-            call.payloads = self.transport.encode(call.payloads)
+            call.payloads = self.encode(call.payloads)
         except StreamerError as error:
             call.reply.end(Failure(error.with_traceback(None)))  # its frames hold the items
             return
