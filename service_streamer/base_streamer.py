@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Literal, Self, cast
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
@@ -289,12 +288,7 @@ class BaseStreamer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close; after an error in the block, calls that wait are dropped."""
         self.close(drain=kind is None)
 
