@@ -216,18 +216,6 @@ class Batcher(CallLedger):
         self.slots.reopen(slot)
         return self._cut(now)
 
-    def answered_alone(self, report: BatchReport) -> Call | None:
-        """The call that has all its results by this report, if nothing else is to be done then."""
-        if self.queue.items or self.retries.waiting or self.slots.places:
-            return None
-        if report.failure is not None or report.failures:
-            return None
-        batch = self.slots[report.slot].batches.get(report.batch_id)
-        if batch is None or len(batch.spans) != 1:
-            return None
-        call, start, stop = batch.spans[0]
-        return None if call.is_over or stop - start != call.size else call
-
     def batch_returned(self, report: BatchReport, now: float) -> Actions:
         """A batch came back, with an output or a failure for each item, or one failure for all.
 

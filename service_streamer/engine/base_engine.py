@@ -2,8 +2,7 @@
 
 The lock guards the calls, what is on its way to workers, and how all that stands. It is held for a
 few microseconds only: no I/O, no pickling, no logging, no code of users and no completing of
-futures happens under it. One thread that waits alone is woken under it, which releases a lock.
-``fleet.py`` has the states by name.
+futures happens under it. ``fleet.py`` has the states by name.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from ..supervision.supervisor import Loss, Overlap, backoff
 from ..workers.protocol import HOLD, RESUME, Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent
 from . import threads
-from .backend import IN_CALLBACK, BlockingReply, answer
+from .backend import IN_CALLBACK, answer
 from .base_engine import ABORT_GRACE, BaseEngine, Message
 from .fleet import EngineState, FleetEvent
 from .fleet import Fleet as Fleet  # beside what it is given to
@@ -405,8 +405,6 @@ class Engine(BaseEngine):
                 now = self.clock()
                 if len(events) > 1:
                     fleet.foresee(events)
-                elif events and isinstance(events[0], BatchReport):
-                    self._answer_alone(events[0])
                 for event in events:
                     if isinstance(event, StepReport):
                         parts += batcher.scheduler.stepped(event, now)
@@ -444,17 +442,6 @@ class Engine(BaseEngine):
         self.take_up(self.fleet.apply(event, now))
         if not isinstance(event, BatchReport):
             self.changed.notify_all()
-
-    def _answer_alone(self, report: BatchReport) -> None:
-        """Let the thread go on whose results are all that a batch brings. Locked.
-
-        Until it runs, this thread learns from the batch. Many threads would wake up too early, and
-        wait for the interpreter lock.
-        """
-        call = self.batcher.answered_alone(report)
-        if call is not None and type(call.reply) is BlockingReply:
-            reply, call.reply = call.reply, None
-            reply.end(report.outputs)
 
     def _answer(self, calls: Sequence[Call], parts: Sequence[tuple[Call, Any]] = ()) -> None:
         answer(calls, parts)
