@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Literal, Self, cast
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
@@ -24,7 +23,7 @@ class DefaultTimeout(enum.Enum):
     """Stands for a default time limit in a signature."""
 
     WORKER_TIMEOUT = "worker_timeout"  # of predict: that of its streamer
-    LIBRARY_TIMEOUT = "WORKER_TIMEOUT"  # of a streamer: ``library_timeout``
+    LIBRARY_TIMEOUT = "WORKER_TIMEOUT"  # of a streamer: ``BaseStreamer.library_timeout``
 
     def __repr__(self) -> str:
         return self.value
@@ -37,15 +36,14 @@ LIBRARY_TIMEOUT: Literal[DefaultTimeout.LIBRARY_TIMEOUT] = DefaultTimeout.LIBRAR
 _STREAM = CallOptions(stream=True)
 
 
-#: Of streamers that were built without ``worker_timeout``, seconds; None for ever. The module
-#: ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
-library_timeout: float | None = 20.0
-
-
 class BaseStreamer:
     """The calls that every streamer has. All of them may be made from any thread at any time."""
 
-    _backend: Backend
+    #: Of streamers that were built without one, seconds; None for ever. For this package: the
+    #: module ``service_streamer.service_streamer`` sets it, as applications of 0.1.2 want it.
+    library_timeout: float | None = 20.0
+    #: What accepts the calls. For this package; users call ``submit``.
+    backend: Backend
     _finalizer: weakref.finalize[[], Any]
     _single_flight: SingleFlight | None = None
 
@@ -55,14 +53,9 @@ class BaseStreamer:
         self._given_timeout = worker_timeout
 
     @property
-    def backend(self) -> Backend:
-        """What accepts the calls. For this package; users call ``submit``."""
-        return self._backend
-
-    @property
     def _worker_timeout(self) -> float | None:
         given = self._given_timeout
-        return library_timeout if isinstance(given, DefaultTimeout) else given
+        return BaseStreamer.library_timeout if isinstance(given, DefaultTimeout) else given
 
     def predict(
         self,
@@ -106,7 +99,7 @@ class BaseStreamer:
                 with ``isolate_errors=False`` or ``retry=False``.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
-        return predict_blocking(self._backend, self._new_call(batch, timeout, priority, tenant))
+        return predict_blocking(self.backend, self._new_call(batch, timeout, priority, tenant))
 
     def submit(
         self,
@@ -131,7 +124,7 @@ class BaseStreamer:
         """
         call = self._new_call(batch, timeout, priority, tenant)
         call.is_watched = True
-        backend = self._backend
+        backend = self.backend
         future = call.reply = Future(backend)
         backend.submit(call)
         return future
@@ -151,9 +144,7 @@ class BaseStreamer:
         ``max_latency`` counts from its end.
         """
         # Not a local of this frame: see the end of ``predict_in_loop``.
-        return await predict_in_loop(
-            self._backend, self._new_call(batch, timeout, priority, tenant)
-        )
+        return await predict_in_loop(self.backend, self._new_call(batch, timeout, priority, tenant))
 
     def stream(
         self,
@@ -187,7 +178,7 @@ class BaseStreamer:
         """
         kinds.count().check("max_buffered", max_buffered)
         call = self._new_call([item], timeout, priority, tenant, True)
-        return Stream(self._backend, call, max_buffered, fails_behind=fails_behind)
+        return Stream(self.backend, call, max_buffered, fails_behind=fails_behind)
 
     def astream(
         self,
@@ -207,7 +198,7 @@ class BaseStreamer:
         """
         kinds.count().check("max_buffered", max_buffered)
         call = self._new_call([item], timeout, priority, tenant, True)
-        return AsyncStream(self._backend, call, max_buffered, fails_behind=fails_behind)
+        return AsyncStream(self.backend, call, max_buffered, fails_behind=fails_behind)
 
     def _new_call(
         self,
@@ -243,7 +234,7 @@ class BaseStreamer:
             WorkerStartTimeout: the time ended first; they go on loading.
             StreamerClosed: the streamer was closed meanwhile.
         """
-        self._backend.wait_ready(PATIENCE.check("timeout", timeout))
+        self.backend.wait_ready(PATIENCE.check("timeout", timeout))
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
         """End the workers and release everything. May be called again, and by several threads.
@@ -253,7 +244,7 @@ class BaseStreamer:
             timeout: the longest to drain, seconds; what is left then fails with StreamerClosed.
         """
         timeout = PATIENCE.check("timeout", timeout)
-        self._backend.close(drain=drain, timeout=timeout)
+        self.backend.close(drain=drain, timeout=timeout)
         self._finalizer.detach()  # it holds the backend, and whatever that calls back
 
     def destroy_workers(self) -> None:
@@ -279,7 +270,7 @@ class BaseStreamer:
             may_rerun = options.retry if isinstance(options, StreamerOptions) else True
             flight = SingleFlight(backend, copies=copies, may_rerun=may_rerun, cache=cache)
             self._single_flight, backend = flight, cast("Backend", flight)
-        self._backend = backend
+        self.backend = backend
         self._finalizer = weakref.finalize(self, backend.abandon)
         self._finalizer.atexit = False
 
@@ -297,17 +288,12 @@ class BaseStreamer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close; after an error in the block, calls that wait are dropped."""
         self.close(drain=kind is None)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._backend.describe()}>"
+        return f"<{type(self).__name__} {self.backend.describe()}>"
 
     def _wait_for_worker_ready(self, timeout: float | None = None) -> None:
         """The old name of ``wait_ready``, private but called in the original's examples."""

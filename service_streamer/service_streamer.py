@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import service_streamer as package
 
-from . import base_streamer
+from .base_streamer import BaseStreamer
 from .options import kinds
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ class _Module(types.ModuleType):
 
     @property
     def WORKER_TIMEOUT(self) -> float | None:  # noqa: N802 - the name that applications set
-        return base_streamer.library_timeout
+        return BaseStreamer.library_timeout
 
     @WORKER_TIMEOUT.setter
     def WORKER_TIMEOUT(self, seconds: float | None) -> None:  # noqa: N802
-        base_streamer.library_timeout = kinds.TIME_LIMIT.check("WORKER_TIMEOUT", seconds)
+        BaseStreamer.library_timeout = kinds.TIME_LIMIT.check("WORKER_TIMEOUT", seconds)
 
 
 sys.modules[__name__].__class__ = _Module

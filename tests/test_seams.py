@@ -19,7 +19,7 @@ PUBLIC = {
     *(f"{PACKAGE}.{each}" for each in ("testing", "service_streamer", "managed_model")),
 }
 #: What tests name today. Lower both figures with every change that allows it.
-MODULES = 56
+MODULES = 55
 PRIVATE = 33
 
 _LONGEST_NAME = 200  # longer strings are programs and texts

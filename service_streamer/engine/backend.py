@@ -28,6 +28,9 @@ IN_CALLBACK = (
     "callback of that future"
 )
 
+#: What items cost, in any unit. Raises what the user's function raises, or ValueError.
+Lengths: TypeAlias = Callable[[Sequence[Any]], list[float]]
+
 #: The outputs, encoded and in the order of the items, or why there are none.
 Outcome: TypeAlias = list[Any] | Failure
 
@@ -57,7 +60,7 @@ class Backend(Protocol):
         """
 
     @property
-    def lengths(self) -> Callable[[Sequence[Any]], list[float]] | None:
+    def lengths(self) -> Lengths | None:
         """What gives the lengths of items; None if each counts one, or they are not known here."""
 
     @property
@@ -137,10 +140,6 @@ def predict_blocking(backend: Backend, call: Call) -> list[Any]:
     timeout = call.timeout
     try:
         backend.submit(call)
-    except BaseException:
-        reply.leave()  # a KeyboardInterrupt may come when the call is accepted already
-        raise
-    try:
         is_there = reply.wait(timeout)
     except BaseException:  # as KeyboardInterrupt, or a killed greenlet: no caller waits then
         reply.leave()
@@ -160,7 +159,7 @@ def predict_blocking(backend: Backend, call: Call) -> list[Any]:
 class BlockingReply:
     """Wakes the one thread that waits for it. A future can do that too, at twice the cost."""
 
-    __slots__ = ("_arrived", "_outcome", "call", "has_left", "relay")
+    __slots__ = ("_arrived", "call", "has_left", "outcome", "relay")
 
     def __init__(self) -> None:
         #: None again when the outcome is there: no caller gives it up then.
@@ -169,7 +168,7 @@ class BlockingReply:
         self.relay: Relay | None = None
         #: Set by the thread before it looks for a relay, if it does not wait any more.
         self.has_left = False
-        self._outcome: Outcome = []
+        self.outcome: Outcome = []
         self._arrived = threading.Lock()  # held until the outcome is there
         self._arrived.acquire()
 
@@ -194,21 +193,16 @@ class BlockingReply:
 
     def result(self) -> list[Any]:
         """The outputs, encoded; raises what the call failed with."""
-        if isinstance(self._outcome, Failure):
+        if isinstance(self.outcome, Failure):
             try:
-                raise self._outcome.exception()
+                raise self.outcome.exception()
             finally:
                 del self  # as in ``predict_blocking``
-        return self._outcome
+        return self.outcome
 
     def end(self, outcome: Outcome) -> None:
-        self.put(outcome)
+        self.outcome, self.call = outcome, None
         self.wake()
-
-    def put(self, outcome: Outcome) -> None:
-        """The call is over; ``wake`` is called next."""
-        self._outcome = outcome
-        self.call = None
 
     def wake(self) -> None:
         try:
@@ -427,17 +421,25 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
     return mailbox
 
 
-def answer(calls: Sequence[Call]) -> None:
-    """Answer calls that are over; then wake threads and loops, once for all of their calls."""
+def answer(calls: Sequence[Call], parts: Sequence[tuple[Call, Any]] = ()) -> None:
+    """Answer calls that are over; then wake threads and loops, once for all of their calls.
+
+    Args:
+        parts: outputs of streams, which come first.
+    """
     waiters: list[BlockingReply] = []
-    mailboxes: set[Mailbox] = set()
+    mailboxes: set[Mailbox | None] = set()
+    for call, output in parts:
+        reply = call.reply
+        if reply is not None:  # else its caller has gone meanwhile
+            mailboxes.add(reply.put_part(output))
     for call in calls:
         reply, outcome = call.reply, call.outputs if call.failure is None else call.failure
         call.reply, call.outputs = None, NO_OUTPUTS  # who still holds the call holds no results
         kind = type(reply)
         try:
             if kind is BlockingReply:
-                reply.put(outcome)
+                reply.outcome, reply.call = outcome, None
                 waiters.append(reply)
             elif kind is LoopReply:
                 mailboxes.add(reply.put(outcome))
@@ -449,4 +451,5 @@ def answer(calls: Sequence[Call]) -> None:
             log(logging.ERROR, "a callback of a future raised", exc_info=True)
     wake(waiters)
     for mailbox in mailboxes:
-        mailbox.deliver_soon()
+        if mailbox is not None:
+            mailbox.deliver_soon()

@@ -25,7 +25,8 @@ from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
 from ..workers.starting import refuse_unguarded_main
 from ..workers.transport import ThreadTransport, Transport
-from .engine import Engine, Lengths
+from .backend import Lengths
+from .engine import Engine
 from .fleet import Fleet
 
 #: A function of an item, or where to import it: "package.module:function".

@@ -7,127 +7,68 @@
        ├─ lock ── batcher: call_submitted ── unlock
        └─ transport.send ─────────────────────────── BatchMessage ─────────▶ one per batch
      wait for the reply
+                                    the one thread that waits for workers:
+                                    transport.wait ◀──────────────────────── BatchReport
+                                    ├─ lock ── batcher, supervisor ── unlock
+                                    ├─ transport.send: workers are busy again first
+     decode, in the caller's  ◀─────┼─ reply.end: then callers get their results
+     thread again                   └─ transport.start, stop, kill: then workers are looked after
 
-                                    loop thread: see loop.py
-     ◀──────────────────────────────┘ decode, in the caller's thread again
-
-``loop.py`` has the state that the lock guards, ``fleet.py`` the states by name.
+``base_engine.py`` has the state that the lock guards.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ..batching.batcher import NOTHING
+from ..batching.batcher import NOTHING, Actions
 from ..errors import (
     Overloaded,
     PredictTimeout,
+    StreamerBroken,
+    StreamerClosed,
     StreamerError,
-    StreamerForked,
     TooLate,
-    WorkerStartTimeout,
+    WorkerStartError,
 )
-from ..observe.metrics import (
-    BatchMetrics,
-    StreamerStats,
-    Summary,
-    WorkerStats,
-    summarize,
-    summarize_steps,
-)
-from ..observe.record import BatchRecord, Call
-from ..options.checks import Workers, worker_range
-from ..supervision.supervisor import Overlap
-from ..workers.protocol import HOLD, RESUME, Failure
-from ..workers.transport import Transport
-from .backend import IN_CALLBACK
-from .fleet import EngineState, Fleet
-from .loop import ABORT_GRACE, WOKEN, Loop
-from .threads import is_owned
+from ..observe.record import BatchRecord, BatchReport, Call, StepReport
+from ..reporting import counted, quiet_log, report_bug, summary
+from ..supervision.supervisor import Loss, Overlap, backoff
+from ..workers.protocol import HOLD, RESUME, Failure, WorkerReady
+from ..workers.transport import WorkerDied, WorkerEvent
+from . import threads
+from .backend import IN_CALLBACK, answer
+from .base_engine import ABORT_GRACE, BaseEngine, Message
+from .fleet import EngineState, FleetEvent
+from .fleet import Fleet as Fleet  # beside what it is given to
+from .threads import AtExit, is_owned, rest_if_copied
+
+logger = logging.getLogger(__name__)
+log = quiet_log(__name__)
+
+#: How long an idle worker may take to end, seconds: torch takes some tenths of one.
+_STOP_GRACE = 5.0
+
+#: ``waits_until`` of a loop that has been woken, or is about to be.
+WOKEN = -math.inf
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-#: What items cost, in any unit. Raises what the user's function raises, or ValueError.
-Lengths = Callable[[Sequence[Any]], list[float]]
 
-
-class Engine(Loop):
-    """Accepts calls from any thread and answers each exactly once.
-
-    Args:
-        transport: not started yet; the engine starts, owns and closes it.
-        fleet: new.
-        hang: why workers are killed: see ``Loop``.
-        lengths: of items, as calls have them; None if each counts one.
-        clock: seconds from a monotonic clock.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        fleet: Fleet,
-        *,
-        hang: str = "its batch took too long",
-        lengths: Lengths | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(transport, fleet, hang=hang, clock=clock)
-        self.lengths = lengths
-        self.decode = transport.decode
-        self._on_call: Callable[[Call], None] | None = None
-
-    def start(self) -> None:
-        """Start the workers and the loop; does not wait for them."""
-        try:
-            for slot, place in self.fleet.supervisor.orders(self.clock()).start:
-                self.transport.start(slot, place, self.fleet.scaling.most)
-            self.thread.start()
-        except BaseException:
-            self.transport.close(ABORT_GRACE)
-            raise
-        self.cancel_exit = self.transport.when_exiting(self._close_at_exit)
-
-    def when_ended(self, callback: Callable[[], None]) -> None:
-        """Call it when the engine ends, in its thread, or now if it has: perhaps twice."""
-        self.on_end = callback
-        if self.has_ended:
-            callback()
-
-    def when_workers_change(self, callback: Callable[[], None]) -> None:
-        self.on_workers = callback
-
-    def watch(
-        self,
-        on_batch: Callable[[BatchRecord], None],
-        on_call: Callable[[Call], None] | None = None,
-    ) -> None:
-        """Watch every batch that comes back from now on. There is one watcher at a time.
-
-        Args:
-            on_batch: called in the engine's thread after the callers were answered; of a model of
-                steps also with items whose worker has died. The calls of the record are there until
-                it returns. What it raises is logged; as long as it takes, nothing else is answered.
-            on_call: called with each call in the thread that submits it, to note in its
-                ``context`` what is to be known when its record comes.
-        """
-        with self._guarded():
-            self.on_batch = on_batch
-            self._on_call = on_call
-            self.batcher.on_back = self.keep_record
+class Engine(BaseEngine):
+    """Accepts calls from any thread and answers each exactly once. Built as a ``BaseEngine``."""
 
     # -- calls
 
     def submit(self, call: Call) -> None:
         """See ``Backend``. Also raises what the function raises that gives the lengths."""
-        # A system call each time: uWSGI forks without the hooks by which it could be known before.
-        if os.getpid() != self._pid or self.fleet.refusal is not None:
+        if threads.known_pid != self._pid or self.fleet.refusal is not None:
             self.check_process()
             self._check_accepting()
         timeout, size = call.timeout, call.size
@@ -141,12 +82,12 @@ class Engine(Loop):
         if self.lengths is not None:
             call.lengths = self.lengths(call.payloads)
         try:
-            call.payloads = self.transport.encode(call.payloads)
+            call.payloads = self.encode(call.payloads)
         except StreamerError as error:
             call.reply.end(Failure(error.with_traceback(None)))  # its frames hold the items
             return
-        if self._on_call is not None:
-            self._on_call(call)
+        if self.on_call is not None:
+            self.on_call(call)
         refusal = self._change(self._accept, call)
         if refusal is not None:
             try:
@@ -221,16 +162,11 @@ class Engine(Loop):
         batcher = self.batcher
         if batcher.has_room_for(size):  # a look without the lock
             return
-
         self.check_process()  # before the lock, which a fork may have copied while held
         self.flush()  # what has come together may go to workers that are free
         with self.lock:
-            refusal = None if batcher.has_room_for(size) else self._overloaded(size)
-        if refusal is not None:
-            try:
-                raise refusal
-            finally:
-                del refusal  # as in ``submit``
+            if not batcher.has_room_for(size):
+                raise self._overloaded(size)
 
     def _overloaded(self, size: int) -> Overloaded:
         """Count a call of so many items as refused; what its caller gets. Locked."""
@@ -281,64 +217,12 @@ class Engine(Loop):
 
         self._change(hold, call)
 
-    def late(self, timeout: float | None) -> StreamerError:
-        text = f"no result within {timeout} s ({self.describe()})"
-        if self.batcher.retries.has_waiting_alone:
-            text += "; a worker died, and the search for the item at fault is still running"
-        return PredictTimeout(text)
+    # -- in callers' threads
 
-    # -- how it stands
-
-    def model_description(self) -> Mapping[str, Any] | None:
-        with self._guarded():
-            if self.fleet.description is None:
-                self._check_accepting()
-            return self.fleet.description
-
-    @property
-    def state(self) -> EngineState:
-        return self.fleet.state
-
-    @property
-    def is_over(self) -> bool:
-        return self.fleet.state in (EngineState.DRAINING, EngineState.CLOSED)
-
-    def stats(self) -> StreamerStats:
-        with self._guarded():
-            self.settle()
-            return self.fleet.stats(self.clock())
-
-    def metrics(self) -> BatchMetrics:
-        """A copy of them as they are now."""
-        with self._guarded():
-            return self.batcher.figures.metrics.copy()
-
-    def summary(self) -> Summary:
-        """The recent batches and the state of the engine, for ``explain``."""
-        with self._guarded():
-            now, stats = self.clock(), self.stats()
-            figures, slots = self.batcher.figures, self.batcher.slots
-            recent, restarted_at = [*figures.recent], [*self.fleet.supervisor.restarted_at]
-            known = {
-                "line": self.batcher.queue.cost.line,
-                "has_lengths": self.lengths is not None,
-                "steps": summarize_steps(
-                    figures.steps, figures.first_outputs, slots.places, len(slots)
-                ),
-            }
-        return summarize(recent, stats, now, restarted_at=restarted_at, **known)
-
-    def workers(self) -> list[WorkerStats]:
-        """Each worker, by number."""
-        with self._guarded():
-            return self.fleet.workers(self.transport.device)
-
-    def describe(self) -> str:
-        if os.getpid() != self._pid:
-            return f"of process {self._pid}"
-        return self.stats().gist
-
-    # -- workers
+    def check_not_in_callback(self) -> None:
+        if threading.get_ident() == self.thread_id:
+            self.check_process()  # in a fork made by a callback, that copy of the thread is ours
+            raise StreamerError(IN_CALLBACK)
 
     def wait_ready(self, timeout: float | None) -> None:
         """Block until every worker has loaded its model, or one could not. See ``BaseStreamer``."""
@@ -350,143 +234,303 @@ class Engine(Loop):
             f"not every worker has loaded its model in {timeout} s",
         )
 
-    def _wait_workers(self, is_done: Callable[[], bool], timeout: float | None, late: str) -> None:
-        """Block until a change of the workers is done, or one of them could not be started."""
-        fleet = self.fleet
-        with self.lock:
-            in_time = self.changed.wait_for(
-                lambda: is_done() or fleet.supervisor.failed or self.is_over, timeout
-            )
-            if fleet.supervisor.failed and fleet.failure is not None:
-                raise fleet.failure.exception()
-            self._check_accepting()
-        if not in_time:
-            raise WorkerStartTimeout(late)
-
-    def wait_serving(self, timeout: float | None) -> int:
-        """Block until a worker takes batches; returns how many do, 0 if the time ended first.
-
-        Raises:
-            WorkerStartError, StreamerBroken: none will.
-            StreamerClosed: it is closed, or was meanwhile.
-        """
-        with self.lock:
-            self.changed.wait_for(lambda: self.batcher.slots or self.fleet.refusal, timeout)
-            self._check_accepting()  # also with workers, if the loop has failed
-            return len(self.batcher.slots)
-
-    def try_start_once(self) -> None:
-        """Start no worker again that could not load its model, unless another one is ready.
-
-        For an owner that ends if no worker can be started.
-        """
-        with self.lock:
-            self.fleet.supervisor.tries_once = True
-
-    @property
-    def can_recover(self) -> bool:
-        """Whether it has served, and tries to again where it does not."""
-        return self.fleet.supervisor.was_served and not self.is_over
-
-    def wait_recovered(self) -> None:
-        """Block while no worker can be started; returns when one is ready, or it is closed."""
-        with self.lock:
-            self.changed.wait_for(lambda: self.fleet.state is not EngineState.BROKEN)
-
     def restart_workers(self, timeout: float | None, overlap: Overlap = "auto") -> None:
         """Replace every worker, one at a time: see ``begin_restart`` and ``wait_restarted``."""
         self.check_not_in_callback()
         self.wait_restarted(self.begin_restart(overlap), timeout)
 
-    def begin_restart(self, overlap: Overlap) -> int:
-        """Begin to replace every worker; returns the number of this restart."""
-        return self._change_workers(lambda: self.fleet.supervisor.renew(overlap))
+    # -- messages
 
-    def wait_restarted(self, generation: int, timeout: float | None) -> None:
-        """Block until a restart is over. Raises what ``ScaledStreamer.restart_workers`` does."""
-        fleet = self.fleet
-        supervisor = fleet.supervisor
+    def take_up(self, actions: Actions) -> None:
+        """Queue the batches, and leave the rest to the loop. Locked."""
+        if actions is not NOTHING:
+            self.unsent.extend(actions.batches)
+            if any(actions[1:]):
+                self.undone.append(actions)
 
-        def is_done() -> bool:
-            if supervisor.aborted >= generation and fleet.roll_failure is not None:
-                raise fleet.roll_failure.exception()
-            return supervisor.is_renewed(generation)
+    def send(self) -> None:
+        """Send what is unsent. For any thread, without the lock."""
+        if is_owned(self.sending):
+            # A signal handler has interrupted this thread. It may wait for its own call, so other
+            # workers get theirs; what the first message's worker gets stays in order. One that
+            # interrupts this in turn would overtake what is being sent here.
+            if not self._sends_to_others:
+                self._sends_to_others = True
+                try:
+                    for message in [*self.unsent][1:]:
+                        if _slot(message) != _slot(self.unsent[0]):
+                            self._send(message)
+                finally:
+                    self._sends_to_others = False
+            return
+        # No thread waits for the others: what is added while one of them sends, that one sends,
+        # since it looks again when it has released the lock.
+        while self.unsent and self.sending.acquire(blocking=False):
+            try:
+                while self.unsent:
+                    self._send(self.unsent[0])
+            finally:
+                self.let_others_send()
 
-        late = f"not every worker has been replaced in {timeout} s; the restart goes on"
-        self._wait_workers(is_done, timeout, late)
+    def _send(self, message: Message) -> None:
+        if isinstance(message, BatchRecord):
+            self._send_batch(message)
+        else:
+            self.transport.tell(*message)
+        self.unsent.remove(message)
+        if isinstance(message, BatchRecord):
+            message.payloads = []
 
-    def scale(self, worker_num: Workers) -> None:
-        """Want another number of workers, or other bounds of it; does not wait for them."""
-        bounds = worker_range(worker_num)
-        self._change_workers(lambda: self.fleet.set_bounds(*bounds, self.clock()))
+    def _send_batch(self, batch: BatchRecord) -> None:
+        batcher = self.batcher
+        is_stream = batcher.has_steps and any(call.is_stream for call, _, _ in batch.spans)
+        calls = batch.items_by_call() if batch.calls > 1 and batcher.isolates_errors else 0
+        self.transport.send(batch.slot, batch.id, batch.payloads, calls=calls, is_stream=is_stream)
+        if logger.isEnabledFor(logging.DEBUG):
+            size = counted(batch.size, "item")
+            log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
 
-    def _change_workers(self, change: Callable[[], T]) -> T:
-        """Let it change which workers there are to be. Raises StreamerClosed."""
-        with self._guarded():
-            if self.is_over:
-                self._check_accepting()
-            self.fleet.revive()
-            result = change()
-        self.transport.wakeup()
-        return result
+    def let_others_send(self) -> None:
+        """Release the lock if this thread holds it: perhaps a signal handler has raised."""
+        if is_owned(self.sending):
+            self.sending.release()
 
-    # -- the end
+    # -- the thread
 
-    def close(self, *, drain: bool, timeout: float | None) -> None:
-        """Refuse new calls, finish or fail the accepted ones, end the workers. Idempotent.
+    def _run(self) -> None:
+        reason: Failure | None = None
+        failures = 0  # in a row
+        events: list[WorkerEvent] = []
+        self.thread_id = self.thread.ident
+        try:
+            timeout = self._time_to_wait()
+            while timeout is not None:
+                try:
+                    # No operating system waits for years at once.
+                    wait = None if timeout == math.inf else min(timeout, 1e5)
+                    events = events or self.transport.wait(wait)
+                    timeout = self._handle(events)
+                    events, failures = [], 0  # or the last results would live until the next come
+                except Exception as error:
+                    rest_if_copied(self._pid)
+                    failures += 1
+                    # What fails twice is left out, and what fails on and on is tried more seldom.
+                    events = self._recover(error, events)
+                    if failures > 1:
+                        events = []
+                        time.sleep(backoff(failures, first=0.01, longest=1.0, jitter=0.0))
+                    timeout = 0.0
+        except BaseException as error:
+            # Nobody may wait for a thread that is dead, whatever it died of.
+            log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
+            reason = Failure(StreamerBroken(f"the streamer failed: {summary(error)}"))
+        finally:
+            try:
+                self._shut_down(reason)
+            finally:
+                self.thread_id = None
+                self._ended.set()
 
-        Returns when all that is done; but from the loop thread itself (a callback of a future),
-        and from a signal handler that interrupts this engine, when it has begun.
+    def _recover(self, error: Exception, events: list[WorkerEvent]) -> list[WorkerEvent]:
+        """An exception of our own: end the calls that are open, and go on with a new state.
+
+        Args:
+            events: that were being applied.
+
+        Returns:
+            Those that are still to be applied.
         """
-        if os.getpid() != self._pid:
-            return  # a fork's copy: nothing of it is here to be ended
-        if not drain:
-            timeout = 0.0
+        bug = report_bug("the streamer", error)
         with self.lock:
-            self.begin_drain(math.inf if timeout is None else self.clock() + timeout)
-        self.transport.wakeup()
-        # A signal handler may run while this thread holds a lock that the loop needs to end; it may
-        # hold some of the transport's while it sends.
-        is_interrupting = is_owned(self.lock) or is_owned(self.sending)
-        if threading.current_thread() is not self.thread and not is_interrupting:
-            self.join()
-
-    def abandon(self) -> None:
-        """Have the loop drain and close, soon. For a finalizer, which may run under our locks."""
-        self.left.append(None)
-        if os.getpid() == self._pid:
-            self.transport.wakeup()
-
-    def _close_at_exit(self) -> None:
-        """The interpreter ends: no caller is left."""
-        # A KeyboardInterrupt here would only print a traceback. The workers are ending already, and
-        # multiprocessing, which runs this, joins them next.
-        self.is_exiting = True
-        with contextlib.suppress(KeyboardInterrupt):
-            self.close(drain=False, timeout=None)
-
-    # -- refusals
-
-    def _guarded(self) -> threading.RLock:
-        """The lock; raises in a forked child, which may have a copy of it that is held."""
-        self.check_process()
-        return self.lock
-
-    def check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise StreamerForked(
-                f"this streamer was built in process {self._pid} and came to process {os.getpid()} "
-                "by fork, where its workers do not answer; build it after the fork "
-                "(gunicorn: without --preload, or in post_fork; uWSGI: with lazy-apps)"
+            calls = self._restore(Failure(bug), events)
+            self.is_torn = False
+            known, ready = self.fleet.supervisor, self.batcher.slots
+            news: list[WorkerEvent] = [  # of what workers have done, the new state knows
+                event
+                for event in events
+                if not isinstance(event, (BatchReport, StepReport))
+                and event.slot in known
+                and not (isinstance(event, WorkerReady) and event.slot in ready)
+            ]
+        if calls:
+            log(
+                logging.ERROR,
+                "%s failed by that; the streamer goes on",
+                counted(len(calls), "call"),
             )
+        self._answer(calls)
+        if self.on_answered is not None:
+            self.on_answered()
+        return news
 
-    def check_not_in_callback(self) -> None:
-        thread = self.thread  # whose number another one has when it has ended
-        if threading.get_ident() == thread.ident and threading.current_thread() is thread:
-            self.check_process()  # in a fork made by a callback, that copy of the thread is ours
-            raise StreamerError(IN_CALLBACK)
+    def _time_to_wait(self) -> float | None:
+        """Seconds until something is due, ``inf`` for never; None when it is time to shut down."""
+        fleet, batcher = self.fleet, self.batcher
+        with self.lock:
+            if self.is_torn or self.left:
+                self.settle()
+            now = self.clock()
+            due = min(batcher.deadline, fleet.supervisor.due, fleet.scaling.due)
+            if fleet.state is EngineState.DRAINING:
+                if batcher.is_answered or self.drain_deadline <= now:
+                    return None
+                due = min(due, self.drain_deadline)
+            if self.undone or self.left:
+                due = now
+            self.waits_until = due
+        if self.unsent:  # orders that follow from what was settled
+            self.send()
+        return max(0.0, due - now)
 
-    def _check_accepting(self) -> None:
-        refusal = self.fleet.refusal
-        if refusal is not None:
-            raise refusal.exception()
+    def _handle(self, events: list[WorkerEvent]) -> float | None:
+        """Apply what happened, send, answer; returns what ``_time_to_wait`` does.
+
+        Answering is last, with nothing between it and the next wait: a caller that is woken needs
+        the interpreter lock, which this thread gives up when it waits.
+        """
+        fleet, batcher = self.fleet, self.batcher
+        if not events and fleet.scaling.is_fixed and fleet.state is not EngineState.DRAINING:
+            timeout = self._time_to_wait()
+            if timeout:  # nothing is due: it was woken to wait less, or a caller's thread did it
+                return timeout
+        calls: list[Call] = []
+        parts: list[tuple[Call, Any]] = []
+        try:
+            with self.lock:
+                if self.is_torn or self.left:
+                    self.settle()
+                now = self.clock()
+                if len(events) > 1:
+                    fleet.foresee(events)
+                for event in events:
+                    if isinstance(event, StepReport):
+                        parts += batcher.scheduler.stepped(event, now)
+                    else:
+                        self._apply(event, now)
+                # While draining no caller may be left to flush what was submitted.
+                is_draining = fleet.state is EngineState.DRAINING
+                if not (fleet.scaling.is_fixed or is_draining):
+                    fleet.scale_by_load(now)
+                if batcher.deadline <= now or is_draining:
+                    self.take_up(batcher.time_passed(now))
+                self._drop_unwanted()
+                undone, self.undone = self.undone, []
+                calls = [call for actions in undone for call in actions.calls]
+                rest = [actions for actions in undone if any(actions[2:])]
+                has_more = rest or fleet.notes or fleet.supervisor.due <= now
+            if self.unsent:
+                self.send()
+            timeout = None if has_more else self._time_to_wait()
+        finally:  # they are over, so nothing else would answer them
+            if calls or parts:
+                self._answer(calls, parts)
+                if self.on_answered is not None:
+                    self.on_answered()
+            if self.records:
+                self._hand_out_records()
+        if has_more:
+            self._look_after_workers(rest)
+            timeout = self._time_to_wait()
+        return timeout
+
+    def _apply(self, event: FleetEvent, now: float) -> None:
+        """Let what happened change the state."""
+        self.take_up(self.fleet.apply(event, now))
+        if not isinstance(event, BatchReport):
+            self.changed.notify_all()
+
+    def _answer(self, calls: Sequence[Call], parts: Sequence[tuple[Call, Any]] = ()) -> None:
+        answer(calls, parts)
+        for call in calls:
+            self.open_calls.pop(call, None)
+
+    def _hand_out_records(self) -> None:
+        records, self.records = self.records, []  # only this thread adds to them
+        for record in records:
+            try:
+                self.on_batch(record)
+            except BaseException:  # as of a callback: this thread does not end for it
+                log(logging.ERROR, "what watches the batches raised", exc_info=True)
+            record.release()
+
+    # -- workers
+
+    def _look_after_workers(self, rest: Sequence[Actions]) -> None:
+        """Do what happens seldom: end and start workers, and log.
+
+        Args:
+            rest: what the batcher wanted done, but for its batches and calls.
+        """
+        fleet, slots = self.fleet, self.batcher.slots
+        with self.lock:
+            self.settle()
+            now = self.clock()
+            hung = [(slot, slots.limit(slot)) for a in rest for slot in a.hung if slot in slots]
+            orders, more = fleet.look_after_workers(rest, now)
+            for slot in orders.retire:
+                self._resume_all(now, slot)  # or it would not end before all consumers catch up
+            for actions in more:  # the loop looks again at once
+                self.take_up(actions)
+            self.changed.notify_all()
+            notes, fleet.notes = fleet.notes, []
+        self.on_workers()
+        for level, text, arguments in notes:
+            log(level, text, *arguments)
+        for slot in orders.stop:
+            self.transport.stop(slot)
+        for slot, seconds in hung:
+            if slots.bound.ends:
+                self.transport.kill(slot, self._hang.format(seconds))
+            else:
+                self._log_hang(slot, seconds)
+        for slot, allowed in orders.kill:
+            why = f"it had not loaded its model within start_timeout of {allowed:g} s"
+            self.transport.kill(slot, why)
+        for slot, place in orders.start:
+            self._start_worker(slot, place)
+
+    def _log_hang(self, slot: int, seconds: float) -> None:
+        stack = self.transport.stack(slot)  # first, or it might be done meanwhile
+        text = "worker %d has been at one batch for more than %.0f s, and is not ended: %s"
+        log(logging.WARNING, text, self.fleet.supervisor.place(slot), seconds, self._hang)
+        if stack:
+            log(logging.WARNING, "what it was doing:\n%s", stack)
+
+    def _start_worker(self, slot: int, place: int) -> None:
+        try:
+            self.transport.start(slot, place, self.fleet.scaling.most)
+        except Exception as error:  # no memory for a process, no descriptors: perhaps later
+            failed = WorkerStartError(f"worker {place} could not be started: {summary(error)}")
+            failed.__cause__ = error.with_traceback(None)
+            with self.lock:
+                self._apply(WorkerDied(slot, Failure(failed), Loss.CRASHED), self.clock())
+
+    def _shut_down(self, reason: Failure | None) -> None:
+        """End all. With a reason of None it was closed."""
+        fleet, batcher = self.fleet, self.batcher
+        if reason is None:
+            kind = AtExit if self.is_exiting else Failure
+            reason = kind(StreamerClosed("the streamer was closed before the call was served"))
+        with self.lock:
+            fleet.state = EngineState.CLOSED
+            fleet.refusal = fleet.refusal or reason  # there is one if it was closed
+            is_idle = batcher.is_empty and not fleet.supervisor.is_loading
+            calls = self._restore(reason)
+            self.is_torn = False
+            self.changed.notify_all()
+        self._answer(calls)
+        self.open_calls.clear()
+        self.transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
+        with self.lock:
+            for slot in [*batcher.slots]:
+                batcher.slots.remove(slot, self.clock())
+        self.has_ended = True  # first: code that sets ``on_end`` and then looks misses nothing
+        self.on_workers()
+        self.cancel_exit()
+        self.on_end()
+        cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
+        log(logging.INFO, "the workers have ended%s", cut_off)
+
+
+def _slot(message: Message) -> int:
+    return message.slot if isinstance(message, BatchRecord) else message[0]

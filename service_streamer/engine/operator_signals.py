@@ -35,9 +35,8 @@ SAME_SIGNAL = 1.0
 def run_below_init() -> None:
     """As process 1, return in a child; this process passes signals on, reaps, and ends with it.
 
-    A process whose parent has died becomes a child of process 1, as in a container without an init,
-    and would stay as a zombie. The child cannot reap such processes itself: it would take the exit
-    status of others, for which multiprocessing or the model waits.
+    A container without an init would keep orphans as zombies. The child cannot reap them: it would
+    take the exit status of others, for which multiprocessing or the model waits.
     """
     if os.getpid() != 1:
         return
@@ -45,8 +44,13 @@ def run_below_init() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # so that none is lost meanwhile
     child = os.fork()
     if child:
+
+        def pass_on(number: int, _: object) -> None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(child, number)
+
         for each in numbers:
-            signal.signal(each, lambda number, _: _pass_on(child, number))
+            signal.signal(each, pass_on)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     while child:
         ended, status = os.wait()
@@ -55,17 +59,11 @@ def run_below_init() -> None:
             os._exit(code if code >= 0 else 128 - code)  # as shells say that a signal ended it
 
 
-def _pass_on(child: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        os.kill(child, number)
-
-
 def hold_signals() -> None:
     """Until somebody handles them, SIGHUP and SIGUSR1 do nothing: by default they kill.
 
-    SIGUSR2 writes the stacks from now on.
-
-    In the main thread; elsewhere this does nothing. What is ignored stays so: ``nohup`` means it.
+    SIGUSR2 writes the stacks from now on. What is ignored stays so: ``nohup`` means it. Only in the
+    main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -117,11 +115,10 @@ class OperatorSignals:
     """What a program does on its signals.
 
     Args:
-        end: called on the first signal to end.
-        hurry: called on each later one. Those within ``same_signal`` seconds after the first one
-            count as the same signal, and do nothing.
-        restart: called on SIGHUP before the end, unless the terminal was closed.
-        report: called on SIGUSR1.
+        end: on the first signal to end.
+        hurry: on each later one, but for those within ``same_signal`` seconds after the first.
+        restart: on SIGHUP before the end, unless the terminal was closed.
+        report: on SIGUSR1.
 
     Attributes:
         ends_since: when the end began; None before. Minus infinity if no signal began it, so that
@@ -161,11 +158,8 @@ class OperatorSignals:
 class SignalSocket:
     """Within the block signals come over a socket: those that end a program, and those heeded.
 
-    A handler would run in the main thread when that next runs at all; and a signal that another
-    thread was woken by does not end its waiting. For the main thread.
-
-    Attributes:
-        ours: is readable when something has come.
+    A handler runs when the main thread next runs at all, and a signal that woke another thread does
+    not end its waiting. For the main thread. ``ours`` is readable when something has come.
     """
 
     def __enter__(self) -> Self:
@@ -210,11 +204,10 @@ def _has_terminal() -> bool:
 
 
 class RollingRestart:
-    """Replaces workers when it is asked, in a thread of its own.
+    """Replaces workers when it is asked, in a thread of its own; then calls ``on_done`` there.
 
-    A wish that comes while a restart goes on is for one more afterwards: the workers that are
-    new by then may have read the weights before they changed again. ``on_done`` is called in that
-    thread after each restart that succeeded.
+    A wish that comes while a restart goes on is for one more afterwards: the workers that are new
+    by then may have read the weights before they changed again.
     """
 
     def __init__(

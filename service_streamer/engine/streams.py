@@ -18,8 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 from ..errors import Overloaded, StreamerError
 from ..observe.record import Call, Timing
@@ -33,8 +32,6 @@ class Outputs:
 
     #: What says that no more come.
     stop: type[Exception]
-    #: Whether other calls follow at once.
-    _more = False
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         self.call: Any = None
@@ -53,7 +50,6 @@ class Outputs:
         """Raises what ``Backend.submit`` raises."""
         call.reply = self
         call.is_watched = True  # a consumer that is busy elsewhere does not look at the time
-        call.more = self._more
         self.backend.submit(call)
 
     # -- in the engine's thread
@@ -63,27 +59,22 @@ class Outputs:
         if self.is_over:  # the consumer has just gone
             return None
         size = len(self.buffer)
-        if size < self._max_kept:
-            self.buffer.append(output)
-            mailbox = self.wake()
-            if size >= self._max_buffered:
-                self._pause(size)
-            return mailbox
-        lagging = Overloaded(
-            f"{size} outputs of the stream wait for their consumer, which is too slow; "
-            "max_buffered sets how many may"
-        )
-        self.end(Failure(lagging))
-        self.backend.withdraw(self.call)
-        return None
-
-    def _pause(self, size: int) -> None:
-        """So many outputs wait: the item is to rest."""
+        if size >= self._max_kept:
+            lagging = Overloaded(
+                f"{size} outputs of the stream wait for their consumer, which is too slow; "
+                "max_buffered sets how many may"
+            )
+            self.end(Failure(lagging))
+            self.backend.withdraw(self.call)
+            return None
+        self.buffer.append(output)
+        mailbox = self.wake()
         # Again now and then, if more come all the same: the item is with another worker by now.
-        if not self._is_held or size % self._max_buffered == 0:
+        if size >= self._max_buffered and (not self._is_held or size % self._max_buffered == 0):
             self.backend.hold(self.call, is_held=True)
             self._is_held = True
             self._resume()  # the consumer may have caught up before that was set
+        return mailbox
 
     def end(self, outcome: Outcome) -> None:
         """The last outputs have come, or no more come; all are handed out before the error."""
@@ -208,7 +199,6 @@ class LoopOutputs(Outputs):
     """For a task of an asyncio loop."""
 
     stop = StopAsyncIteration
-    _more = True
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         super().__init__(backend, max_buffered, fails_behind=fails_behind)
@@ -219,6 +209,7 @@ class LoopOutputs(Outputs):
         self.cancelled_in: asyncio.Task[Any] | None = None
 
     def submit(self, call: Call) -> None:
+        call.more = True
         super().submit(call)
         self.mailbox.flush_soon(self.backend)
 
@@ -297,13 +288,10 @@ _TASK_HAS_ENDED = (
 _HELPERS = (__name__, "asyncio.tasks")
 
 
-_Kind = TypeVar("_Kind", bound=Outputs)
-
-
-class _AnyStream(Generic[_Kind]):
+class _AnyStream:
     """The outputs of one item, as they are asked for. Raises what ``Backend.submit`` raises."""
 
-    _kind: type[_Kind]
+    _kind: type[Outputs]
 
     def __init__(
         self, backend: Backend, call: Call, max_buffered: int, *, fails_behind: bool = False
@@ -327,7 +315,7 @@ class _AnyStream(Generic[_Kind]):
             self._outputs.leave()
 
 
-class Stream(_AnyStream[ThreadOutputs], Iterator[Any]):
+class Stream(_AnyStream, Iterator[Any]):
     """The outputs of one item, from ``Streamer.stream``. For one thread.
 
     Leave the loop whenever you like: when nothing refers to the stream any more, or by ``close`` or
@@ -335,6 +323,7 @@ class Stream(_AnyStream[ThreadOutputs], Iterator[Any]):
     """
 
     _kind = ThreadOutputs
+    _outputs: ThreadOutputs
 
     def __iter__(self) -> Self:
         return self
@@ -364,16 +353,11 @@ class Stream(_AnyStream[ThreadOutputs], Iterator[Any]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class AsyncStream(_AnyStream[LoopOutputs], AsyncIterator[Any]):
+class AsyncStream(_AnyStream, AsyncIterator[Any]):
     """The same for asyncio, from ``Streamer.astream``. For one task of the loop it was made in.
 
     Leaving the loop frees the place, as does cancelling the task that waits for an output, at its
@@ -383,6 +367,7 @@ class AsyncStream(_AnyStream[LoopOutputs], AsyncIterator[Any]):
     """
 
     _kind = LoopOutputs
+    _outputs: LoopOutputs
 
     def __aiter__(self) -> Self:
         return self
@@ -406,10 +391,5 @@ class AsyncStream(_AnyStream[LoopOutputs], AsyncIterator[Any]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._outputs.close()

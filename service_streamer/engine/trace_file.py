@@ -32,11 +32,10 @@ _ROOM = 256
 
 
 class Recording(PassThrough):
-    """A backend that notes down each call that is accepted; any thread, as every backend.
+    """A backend that notes down each call that is accepted, and never makes one fail.
 
-    It never makes a call fail: when the file cannot be written, that is logged once, and nothing is
-    recorded any more. The file is made anew with the first call. ``{pid}`` in its path stands for
-    the number of the process: several web processes need one each.
+    When the file cannot be written, that is logged once, and nothing is recorded any more. The file
+    is made anew with the first call. ``{pid}`` in its path is the number of the process.
     """
 
     def __init__(self, inner: Backend, path: Path) -> None:
@@ -123,7 +122,14 @@ class _TraceFile:
             finally:
                 self._is_writing = False
             if self._is_ending:
-                self._release()
+                self.is_closed = True
+                lines.clear()
+                file, self._file = self._file, None
+                if file is not None:
+                    # Some network file systems tell only now that they could not write. And a
+                    # worker that was forked has the file, too, and would keep it locked.
+                    with contextlib.suppress(OSError), file:
+                        fcntl.flock(file, fcntl.LOCK_UN)
 
     def _open(self) -> io.FileIO:
         path = str(self._path).replace("{pid}", str(os.getpid()))
@@ -140,13 +146,3 @@ class _TraceFile:
                 "another streamer records there; with several processes, put {pid} into the path"
             ) from None
         return file
-
-    def _release(self) -> None:
-        self.is_closed = True
-        self._lines.clear()
-        file, self._file = self._file, None
-        if file is not None:
-            # Some network file systems tell only now that they could not write. And a worker that
-            # was forked has the file, too, and would keep it locked.
-            with contextlib.suppress(OSError), file:
-                fcntl.flock(file, fcntl.LOCK_UN)

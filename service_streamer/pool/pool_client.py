@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import __version__
+from ..engine.backend import Lengths
 from ..engine.build import Model, make_spec
-from ..engine.engine import Lengths
 from ..errors import (
     PredictTimeout,
     StreamerClosed,

@@ -27,8 +27,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import util
 from typing import Any, Generic, TypeVar
 
-from ..engine.backend import IN_CALLBACK
-from ..engine.engine import Lengths
+from ..engine.backend import IN_CALLBACK, Lengths
 from ..engine.threads import AtExit, Timer, is_owned, start_thread
 from ..errors import (
     ModelError,

@@ -16,7 +16,7 @@ import pytest
 from fault_models import AwayOnce, Exclusive, GatedLater
 
 import models
-import service_streamer.engine.loop as loop
+import service_streamer.engine.engine as engine
 from serve_process import until
 from service_streamer import (
     RedisStreamer,
@@ -62,7 +62,7 @@ def test_a_model_that_can_be_loaded_later_is(
 def test_closing_does_not_wait_for_a_worker_that_is_tried_again(
     gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_STOP_GRACE", 1e6)  # what an idle worker is given
+    monkeypatch.setattr(engine, "_STOP_GRACE", 1e6)  # what an idle worker is given
     weights = tmp_path / "weights"
     streamer = Streamer(GatedLater, model_init_args=(weights, gate))
     with pytest.raises(WorkerStartError):
