@@ -23,7 +23,7 @@ from service_streamer import Streamer, ThreadedStreamer
 #: what happens, the queue, whose turn it is, when to cut, what is learned, the policy, the workers,
 #: and what becomes of calls. A lone call goes the way of all others. Four of a ``Streamer`` are its
 #: worker's: the process, the messages, and two that look whether anything lies in shared memory.
-PREDICT = 21
+PREDICT = 22
 REQUEST = 34
 #: Until the streamer takes its worker for warm.
 WARM = 20
