@@ -293,7 +293,8 @@ class SingleFlight(PassThrough):
                         caller.items.append(Item(key, payload, own, output))
                 outputs = caller.outputs()
             if outputs is None:
-                self._start(caller, own)
+                self._prolong(caller)
+                self._start(own)
                 # A call that is flushed later must not hold up others. These may have joined, and
                 # flushed, before there was anything to flush.
                 if not call.more or len(own.callers) > 1:
@@ -336,18 +337,22 @@ class SingleFlight(PassThrough):
         is_late = own.options.has_deadline and computation.until > own.until
         return computation.options.serves(own.options) and not is_late
 
-    def _prolong(self, computation: Computation, deadline: float) -> None:
-        """Have the backend keep a computation for a caller that waits longer than those before.
+    def _prolong(self, caller: Caller) -> None:
+        """Have the backend keep what a caller has joined, if it waits longer than those before.
 
-        Not one that goes by its deadline. If it comes too late, the computation fails of its time,
-        and starts again for the other callers.
+        Not a computation that goes by its deadline. If it comes too late for one, that fails of its
+        time, and starts again for the other callers.
         """
-        extend, call = self._inner.extend, computation.call
-        if deadline <= computation.until or computation.options.has_deadline:
+        extend, deadline = self._inner.extend, caller.deadline
+        if extend is None:
             return
-        if extend is not None and call is not None and extend(call, deadline):
-            with self.lock:
-                computation.until = max(computation.until, deadline)
+        for computation in caller.computations:
+            call = computation.call
+            if deadline <= computation.until or computation.options.has_deadline or call is None:
+                continue
+            if extend(call, deadline):
+                with self.lock:
+                    computation.until = max(computation.until, deadline)
 
     def cancel(self, call: Any) -> bool:
         """Withdraw a call of which nothing has been sent but what others wait for, too."""
@@ -411,20 +416,18 @@ class SingleFlight(PassThrough):
                 self._items[item.key] = others
         return items, callers
 
-    def _start(self, caller: Caller, own: Computation) -> None:
-        """Prolong what the caller has joined, and submit its own; call ``flush`` next.
+    def _start(self, computation: Computation) -> None:
+        """Submit it, unless it has no items; call ``flush`` next.
 
-        Its own is withdrawn if the last caller has left by then.
+        It is withdrawn if its last caller has left by then.
         """
-        for computation in caller.computations:
-            self._prolong(computation, caller.deadline)
-        if own.is_over:
+        if computation.is_over:
             return
-        timeout = None if own.until == math.inf else own.until - self._clock()
-        payloads = [item.payload for item in own.items]
-        self._inner.submit(Call(payloads, own, timeout, own.options, more=True))
-        if own.is_over and own.call is not None:
-            self._inner.withdraw(own.call)
+        timeout = None if computation.until == math.inf else computation.until - self._clock()
+        payloads = [item.payload for item in computation.items]
+        self._inner.submit(Call(payloads, computation, timeout, computation.options, more=True))
+        if computation.is_over and computation.call is not None:
+            self._inner.withdraw(computation.call)
 
     def answer(self, computation: Computation, outputs: list[Any]) -> None:
         """A computation succeeded."""
@@ -464,34 +467,40 @@ class SingleFlight(PassThrough):
             with self.lock:
                 waiting = [caller for caller in callers if not caller.is_over]
                 waiting.sort(key=_urgency)
-                restarted = [(caller, self._join_again(caller, computation)) for caller in waiting]
-            for caller, own in restarted:
+                restarted = [
+                    again for caller in waiting for again in self._join_again(caller, computation)
+                ]
+            for again in restarted:
                 try:
-                    self._start(caller, own)
+                    self._start(again)
                 except (Exception, SystemExit) as error:  # which may be of the user's ``length``
-                    failing.append((own, Failure(error.with_traceback(None))))
+                    failing.append((again, Failure(error.with_traceback(None))))
+            for caller in waiting:
+                self._prolong(caller)
             if restarted:
                 self._inner.flush()
 
-    def _join_again(self, caller: Caller, failed: Computation) -> Computation:
-        """Have a caller wait for what it does not get of a computation.
+    def _join_again(self, caller: Caller, failed: Computation) -> list[Computation]:
+        """Have a caller wait for what it does not get of a computation: each item by itself.
 
-        Returns its own new one, of the items that no other serves; empty if there are none. Locked.
+        So one round more finds the item at fault, however the calls overlap. Returns a new
+        computation for each item, empty if the caller has joined another one. Locked.
         """
-        own = self._computation(caller)
+        restarted = []
         items, caller.items = caller.items, []
         for item in items:
             if item.computation is failed and item.output is _MISSING:
-                self._join(caller, own, item.key, item.payload)
+                restarted.append(self._computation(caller))
+                self._join(caller, restarted[-1], item.key, item.payload)
             else:
                 caller.items.append(item)
-        return own
+        return restarted
 
     def _failures(self, computation: Computation, failure: Failure) -> dict[Caller, Failure]:
         """The callers that fail of a failed computation. Locked.
 
         A call fails of any of its items. Who waits for only some of them does not know that it is
-        of theirs: so these are computed again, without the others.
+        of theirs: so these are computed again, each by itself.
         """
         name = failure.text.partition(":")[0]  # without unpickling it
         kind = name if failure.remote_traceback is None else ""  # a model may raise ours, too

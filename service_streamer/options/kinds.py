@@ -89,7 +89,7 @@ class Kind:
 
 
 FLAG = Kind("flag", "True or False", (bool,))
-#: Another word than "auto" is of no wrong type.
+#: Another word than "auto" is a ``ValueError``, not a ``TypeError``.
 FLAG_OR_AUTO = Kind(
     "flag", "True or False", (bool, str), lambda value: isinstance(value, bool), auto=True
 )

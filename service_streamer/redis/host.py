@@ -188,10 +188,7 @@ class Host:
         try:
             self._state.counts["handed_back"] += self._parting.run(
                 LEAVE,
-                (
-                    keys.calls, self._state.inbox, keys.model,
-                    keys.orders_of(self._state.name),
-                ),
+                (keys.calls, self._state.inbox, keys.model, keys.orders_of(self._state.name)),
                 self._state.name, keys.inboxes,
                 *itertools.chain.from_iterable(clients),
             )  # fmt: skip

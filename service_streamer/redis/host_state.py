@@ -60,7 +60,7 @@ class HostState:
     Attributes:
         max_claims: how many hosts may claim a call; 1 if it must not be computed twice.
         life: milliseconds that the host's inbox is kept without a sign of life.
-        reply_life: the same of replies.
+        reply_life: milliseconds that replies are kept for a client that does not fetch them.
         idle: milliseconds without a sign of life after which a call is another host's.
         lock: guards the claims, their outputs and the counts.
         outcomes: to be sent.

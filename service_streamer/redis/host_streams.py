@@ -92,15 +92,13 @@ class HostStreams:
         sent: list[_Sent] = []
         self._sent = sent
         state = self._state
-        with self._state.lock:
+        with state.lock:
             runs = dict(self._flows.next(most_bytes, self._most_of_client))
             clients = self._flows.clients()
-            self._looks_once_more = len(self._state.claims) > 0
+            self._looks_once_more = len(state.claims) > 0
         self._look_at = now + LOOK
         keys = [self._keys.calls, self._keys.orders_of(state.name)]
-        arguments: list[Any] = [
-            state.name, state.reply_life, _MOST_UNREAD, _MOST_BYTES_UNREAD
-        ]  # fmt: skip
+        arguments: list[Any] = [state.name, state.reply_life, _MOST_UNREAD, _MOST_BYTES_UNREAD]
         arguments += [len(self._followed), *self._followed]
         for client in clients:
             of_client = runs.get(client, [])

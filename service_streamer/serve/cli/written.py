@@ -129,7 +129,7 @@ _FORMS: dict[str, WrittenForm] = {
     "size": WrittenForm("SIZE", _size),
     "devices": WrittenForm("DEVICES", _devices),
     "arguments": WrittenForm("JSON", _text(json.loads), """JSON such as '{"working_dir": "."}'"""),
-    "function": WrittenForm("MODULE:FUNCTION"),
+    "function": WrittenForm("MODULE:FUNCTION", words='an import string "package.module:function"'),
     "file": WrittenForm("FILE"),
     "header": WrittenForm("NAME"),
     "host": WrittenForm("HOST"),
