@@ -19,11 +19,7 @@ class StubEngine:
     """Closes at the end of its block; the options are those of ``Batcher``."""
 
     def __init__(
-        self,
-        worker_num: int = 1,
-        batch_size: int = 4,
-        most: int | None = None,
-        **options: Any,
+        self, worker_num: int = 1, batch_size: int = 4, most: int | None = None, **options: Any
     ) -> None:
         self.clock = ManualClock()
         self.transport = StubTransport(self.clock)

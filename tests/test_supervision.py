@@ -334,15 +334,9 @@ def test_one_that_still_retires_is_kept_if_more_are_wanted_again() -> None:
 
 @pytest.mark.parametrize(
     "why",
-    [
-        "renewed",
-        "condemned",
-        "condemned while it retires",
-        "winding down",
-        "succeeded",
-        "succeeded by one that has died",
-    ],
-)
+    ["renewed", "condemned", "condemned while it retires", "winding down", "succeeded",
+     "succeeded by one that has died"],
+)  # fmt: skip
 def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
     walk = Walk(2)
     match why:
@@ -384,16 +378,6 @@ def test_scaling_gives_failed_places_another_chance_and_keeps_who_stands_in() ->
     assert walk.told() == ["start 2 at 0"], "and worker 1 goes on"
     walk.ready(2)
     assert walk.told() == ["retire 1"]
-
-
-def test_who_only_stands_in_is_not_replaced() -> None:
-    walk = Walk(2)
-    walk.lose(0)
-    walk.lose(2)
-    walk.supervisor.scale(1)
-    walk.do("renew")
-    assert walk.states() == {"ready": 1, "backing off": 1}
-    assert walk.told() == ["start 2 at 0"]
 
 
 def test_one_that_is_ended_since_it_is_slow_takes_no_batches() -> None:
