@@ -23,8 +23,9 @@ bad requests would end the service for everybody.
 
 A renewal replaces the workers one at a time. With overlap the new one is ready before the old one
 ends, which takes memory for both. A renewal that comes while another one is under way joins it,
-with whichever overlap takes less memory. It does not wait for a worker that waits for a place on a
-cluster. That one is replaced when it is ready, as it may have begun to load before, unheard.
+with whichever overlap takes less memory. Renewals do not wait for a worker that waits for a place
+on a cluster. One that waited before the renewal is replaced when it is ready: it may have begun to
+load before, unheard.
 """
 
 from __future__ import annotations
