@@ -14,13 +14,7 @@ import pytest
 from fault_processes import GONE, Watch, running
 
 import models
-from service_streamer import (
-    RedisWorker,
-    Streamer,
-    StreamerClosed,
-    StreamerError,
-    ThreadedStreamer,
-)
+from service_streamer import RedisWorker, Streamer, StreamerClosed, StreamerError, ThreadedStreamer
 from service_streamer.testing import Gate
 
 Start = Callable[..., subprocess.Popen[str]]

@@ -143,15 +143,17 @@ def test_progress_or_a_long_life_ends_the_row(how: str) -> None:
     assert walk.supervisor.restarts_at.total() == 50
 
 
-def test_one_that_dies_while_loading_is_tried_three_times() -> None:
+@pytest.mark.parametrize("loss", [Loss.CRASHED, Loss.START_FAILED])
+def test_one_that_dies_while_loading_is_tried_three_times(loss: Loss) -> None:
     walk = Walk(ready=False)
     walk.lose(0)
     walk.lose(1)
     walk.pass_time()
     assert not walk.supervisor.failed
-    walk.lose(2)
+    walk.lose(2, loss)
     assert walk.supervisor.is_broken
     assert not walk.supervisor.was_served
+    assert walk.supervisor.due == walk.now + 1.0
 
 
 # -- replacing
@@ -165,6 +167,19 @@ def test_a_condemned_worker_ends_before_the_next_one_starts() -> None:
     walk.retires(1)
     assert walk.told() == ["start 2 at 1"]
     assert walk.supervisor.restarts_at == {1: 1}
+
+
+@pytest.mark.parametrize("how", [("renew", False), ("condemn", 0, 0.0)])
+def test_a_successor_that_cannot_load_its_model_is_tried_as_after_any_loss(how: Any) -> None:
+    walk = Walk()
+    walk.do(*how)
+    walk.retires(0)
+    for slot in range(1, 12):
+        assert not walk.supervisor.failed
+        walk.lose(slot, Loss.START_FAILED)
+        walk.now += 5.0
+        walk.obey()
+    assert walk.supervisor.is_broken
 
 
 def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> None:
@@ -257,6 +272,19 @@ def test_a_renewal_waits_for_the_successor_of_one_that_it_has_ended() -> None:
     assert not walk.supervisor.is_renewed(generation)
 
 
+def test_a_renewal_ends_no_other_worker_while_a_successor_has_still_to_start() -> None:
+    walk = Walk(2)
+    walk.lose(0)
+    walk.ready(2)
+    walk.do("renew")
+    walk.do("renew", overlap=False)
+    walk.do("condemn", 2, walk.now)
+    walk.ready(3)
+    walk.retires(2)
+    walk.retires(3)
+    assert walk.told()[-2:] == ["retire 2", "retire 3"]
+
+
 def exchanged_beside_another() -> tuple[Walk, int]:
     """Worker 3 is to follow 0, and loads; worker 2, which had no place, has got one, and is ready.
 
@@ -306,15 +334,9 @@ def test_one_that_still_retires_is_kept_if_more_are_wanted_again() -> None:
 
 @pytest.mark.parametrize(
     "why",
-    [
-        "renewed",
-        "condemned",
-        "condemned while it retires",
-        "winding down",
-        "succeeded",
-        "succeeded by one that has died",
-    ],
-)
+    ["renewed", "condemned", "condemned while it retires", "winding down", "succeeded",
+     "succeeded by one that has died"],
+)  # fmt: skip
 def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
     walk = Walk(2)
     match why:
@@ -356,16 +378,6 @@ def test_scaling_gives_failed_places_another_chance_and_keeps_who_stands_in() ->
     assert walk.told() == ["start 2 at 0"], "and worker 1 goes on"
     walk.ready(2)
     assert walk.told() == ["retire 1"]
-
-
-def test_who_only_stands_in_is_not_replaced() -> None:
-    walk = Walk(2)
-    walk.lose(0)
-    walk.lose(2)
-    walk.supervisor.scale(1)
-    walk.do("renew")
-    assert walk.states() == {"ready": 1, "backing off": 1}
-    assert walk.told() == ["start 2 at 0"]
 
 
 def test_one_that_is_ended_since_it_is_slow_takes_no_batches() -> None:

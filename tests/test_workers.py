@@ -16,13 +16,7 @@ import pytest
 import models
 from cases import long_cases
 from conftest import await_that
-from service_streamer import (
-    ManagedModel,
-    Streamer,
-    ThreadedStreamer,
-    WorkerLost,
-    WorkerStartError,
-)
+from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost, WorkerStartError
 from service_streamer.testing import Gate
 
 # -- what a model may be

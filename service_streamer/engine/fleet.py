@@ -254,15 +254,15 @@ class Fleet:
             self.state = EngineState.RUNNING
 
     def _ceiling_changed(self, slot: int, ceiling: float) -> None:
-        before, place = self.ceilings.pop(slot, 0), self.supervisor.place(slot)
-        if ceiling:
-            self.ceilings[slot] = ceiling
+        before, place = self.ceilings.get(slot, 0), self.supervisor.place(slot)
         if ceiling == before:
             return
+        self.ceilings[slot] = ceiling
         most = f"a cost (items times the longest) of {ceiling:g}"
         if isinstance(ceiling, int):
             most = counted(ceiling, "item")
         if not ceiling:
+            del self.ceilings[slot]
             self._note(_INFO, "worker %d computes batches of any size again", place)
         elif 0 < before < ceiling:
             text = "worker %d has more device memory: it computes at most %s at once"

@@ -23,8 +23,9 @@ bad requests would end the service for everybody.
 
 A renewal replaces the workers one at a time. With overlap the new one is ready before the old one
 ends, which takes memory for both. A renewal that comes while another one is under way joins it,
-with whichever overlap takes less memory. It does not wait for a worker that waits for a place on a
-cluster. That one is replaced when it is ready, as it may have begun to load before, unheard.
+with whichever overlap takes less memory. Renewals do not wait for a worker that waits for a place
+on a cluster. One that waited before the renewal is replaced when it is ready: it may have begun to
+load before, unheard.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ class _Place:
     def __init__(self) -> None:
         self.restarts = 0  # in a row
         self.idle_losses = 0  # in a row: of workers that loaded, or had nothing to do
+        self.tries = 0  # since it has failed
         self.restart_at = -math.inf  # at once
         self.has_failed = False
         self.was_served = False  # by a worker that was ready
@@ -139,7 +141,7 @@ class _Place:
 
     def forgive(self) -> None:
         """The row has ended."""
-        self.restarts = self.idle_losses = 0
+        self.restarts = self.idle_losses = self.tries = 0
 
 
 class Supervisor:
@@ -258,7 +260,7 @@ class Supervisor:
             place = self._places[worker.place]
             if place.has_failed:
                 self.restarts_at[worker.place] += 1
-            place.awaited_at, place.has_failed = None, False
+            place.awaited_at, place.has_failed, place.was_served = None, False, True
         self.due = -math.inf
         return True
 
@@ -315,23 +317,22 @@ class Supervisor:
         if not self._is_wanted(worker):
             return Fate.GONE
         place = self._places[worker.place]
-        is_first = worker.ready_at < math.inf and not place.was_served  # of those that were ready
-        if ends_row or is_first or now - worker.ready_at >= WINDOW:
+        if ends_row or now - worker.ready_at >= WINDOW:
             place.forgive()
-        place.was_served |= is_first
+        place.was_served |= worker.ready_at < math.inf  # the place may be newer than the worker
         if place.awaited_at is not None and not self._is_settled(worker):
             self._abort()
         budget = 0 if loss is Loss.NEVER_AGAIN else self.max_restarts
         if not place.was_served:  # a start that has failed would say the same again
             budget = 0 if loss is Loss.START_FAILED else min(budget, _FIRST_RESTARTS)
-        tries = max(0, place.idle_losses - budget)
-        place.idle_losses += not was_busy
-        if not place.has_failed and (was_busy or place.idle_losses <= budget):
+        if not place.has_failed and (was_busy or place.idle_losses < budget):
+            place.idle_losses += not was_busy
             self._restart(worker.place, now)
             return Fate.RESTARTED
         fate = Fate.FAILED_AGAIN if place.has_failed else Fate.FAILED
         place.has_failed = True
-        place.restart_at = now + backoff(tries, RETRY, MAX_RETRY, self.jitter())
+        place.restart_at = now + backoff(place.tries, RETRY, MAX_RETRY, self.jitter())
+        place.tries += 1
         return fate
 
     def _restart(self, number: int, now: float) -> None:
@@ -403,7 +404,9 @@ class Supervisor:
         for worker in unwanted[: max(0, len(ready) - self.wanted)]:
             self._retire(worker, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
-        if all(map(self._is_settled, self._workers.values())):
+        vacant = self._without(*WorkerState).values()
+        is_short = any(place.awaited_at is not None for place in vacant)
+        if not is_short and all(map(self._is_settled, self._workers.values())):
             self._renew_next(orders, now)
         return orders
 
