@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from serve_process import until
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.record import Call
@@ -413,7 +412,7 @@ def test_a_worker_ends_after_the_batches_before_and_none_behind(stage: str) -> N
     with pytest.raises(SystemExit):
         channel.serve(loaded(Staged), ticking())
     assert [report.batch_id for report in channel.reports][:2] == [0, 1]
-    until(lambda: not worker_threads())
+    assert not worker_threads()
 
 
 def test_an_answer_that_comes_after_the_end_of_its_worker_is_too_late(

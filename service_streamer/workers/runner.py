@@ -497,6 +497,8 @@ class _Overlap:
             # Results that are on their way are sent before the worker ends.
             self._computed.put(None)
             self._outlet.join(_LAST_RESULTS)
+            if self._stages.channel.interrupt():
+                self._intake.join(_LAST_RESULTS)
             raise
         self._intake.join()
         return self._received
