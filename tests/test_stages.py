@@ -452,6 +452,10 @@ def test_batches_below_a_ceiling_overlap_in_parts_that_fit() -> None:
     fitted = [size for size in staged.sizes["forward"] if size <= 5]
     assert sum(staged.sizes["preprocess"]) <= 16 + 2 * sum(fitted)
     assert max(staged.sizes["preprocess"][-4:]) <= 5
+    model = loaded(Staged)
+    model.ceiling.limit = 2
+    served(model, [("forward", "raise"), 2, 3, 4], calls=[2, 2])
+    assert model_of(model).sizes["preprocess"] == [2, 2], "the other part stays prepared"
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
