@@ -460,9 +460,7 @@ def test_batches_below_a_ceiling_overlap_in_parts_that_fit() -> None:
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_nothing_is_computed_twice_without_reruns_when_an_item_never_fits(
-    stage: str, limit: int
-) -> None:
+def test_without_reruns_nothing_runs_twice_if_an_item_never_fits(stage: str, limit: int) -> None:
     model = loaded(Staged, may_rerun=False)
     model.ceiling.limit = limit
     (report,) = served(model, [1, 2, 3, (stage, "full"), 5], together=True)

@@ -422,9 +422,7 @@ def test_a_step_that_names_an_item_that_there_is_not_says_so_to_each() -> None:
     )
 
 
-def test_an_error_in_another_method_fails_one_item_at_most(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_in_another_method_fails_one_item(caplog: pytest.LogCaptureFixture) -> None:
     class Raises(Counting):
         def join_outputs(self, outputs: list[int]) -> Any:
             return outputs[5]

@@ -116,8 +116,9 @@ class StepRequest:
         )
 
 
-#: Calls the model with these: a result for each. And gives some up, if it lacks memory for these.
+#: Calls the model with these items; returns a result for each.
 _Function = Callable[[list[StepRequest]], list[Any]]
+#: Has some items fail or wait, after the model lacked memory for these.
 _RanOut = Callable[["_Together", list[StepRequest], Failure], None]
 
 
