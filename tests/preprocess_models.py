@@ -46,6 +46,8 @@ class Where(ManagedModel):
             return Opens()
         if item == "device":
             return os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"]
+        if item == "thread":
+            return threading.main_thread().name
         if item == "loaded":
             return hasattr(self, "is_loaded")
         return item + self.base

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from batcher_walk import make_batcher
-from serve_process import until
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost
 from service_streamer.observe.record import Call
 from service_streamer.testing import Gate
@@ -407,7 +406,7 @@ def test_a_worker_ends_after_the_batches_before_and_none_behind(stage: str) -> N
     with pytest.raises(SystemExit):
         channel.serve(loaded(Staged), ticking())
     assert [report.batch_id for report in channel.reports][:2] == [0, 1]
-    until(lambda: not worker_threads())
+    assert not worker_threads()
 
 
 def test_an_answer_that_comes_after_the_end_of_its_worker_is_too_late(
@@ -447,13 +446,15 @@ def test_batches_below_a_ceiling_overlap_in_parts_that_fit() -> None:
     fitted = [size for size in staged.sizes["forward"] if size <= 5]
     assert sum(staged.sizes["preprocess"]) <= 16 + 2 * sum(fitted)
     assert max(staged.sizes["preprocess"][-4:]) <= 5
+    model = loaded(Staged)
+    model.ceiling.limit = 2
+    served(model, [("forward", "raise"), 2, 3, 4], calls=[2, 2])
+    assert model_of(model).sizes["preprocess"] == [2, 2], "the other part stays prepared"
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_nothing_is_computed_twice_without_reruns_when_an_item_never_fits(
-    stage: str, limit: int
-) -> None:
+def test_without_reruns_nothing_runs_twice_if_an_item_never_fits(stage: str, limit: int) -> None:
     model = loaded(Staged, may_rerun=False)
     model.ceiling.limit = limit
     (report,) = served(model, [1, 2, 3, (stage, "full"), 5], together=True)

@@ -422,9 +422,7 @@ def test_a_step_that_names_an_item_that_there_is_not_says_so_to_each() -> None:
     )
 
 
-def test_an_error_in_another_method_fails_one_item_at_most(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_in_another_method_fails_one_item(caplog: pytest.LogCaptureFixture) -> None:
     class Raises(Counting):
         def join_outputs(self, outputs: list[int]) -> Any:
             return outputs[5]
@@ -434,11 +432,13 @@ def test_an_error_in_another_method_fails_one_item_at_most(
             raise RuntimeError("in release")
 
         def cost(self, state: Any) -> float:
+            if state.item.get("bad") == state.at == 0:
+                raise InvalidItems({0: ValueError("in cost")})
             return [0.0, math.nan][state.item.get("bad") == state.at]
 
     model = loaded(Raises)
     channel = served(model, [item(2), item(6), [item(6, bad=3)], item(6, bad=0)])
-    assert channel.results == {0: "IndexError", 1: 5, 2: "BadModelOutput", 3: "BadModelOutput"}
+    assert channel.results == {0: "IndexError", 1: 5, 2: "BadModelOutput", 3: "ValueError"}
     assert channel.outputs == {2: [0, 1, 2]}
     assert "Raises.cost must return a number" in channel.ends[2].failures[0].text
     assert caplog.text.count("what the state held may not be free") == 1

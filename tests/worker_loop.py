@@ -73,6 +73,9 @@ class Batches(Channel):
         else:
             self.signs += 1
 
+    def interrupt(self) -> bool:
+        return True  # but what was sent comes before
+
     @property
     def by_batch(self) -> list[BatchReport]:
         """The answers in the order of the batches, each of which has one."""

@@ -184,5 +184,9 @@ class _ActorChannel(CodedChannel):
     def is_waiting(self) -> bool:
         return not self._batches.empty()
 
+    def interrupt(self) -> bool:
+        self._batches.put(None)
+        return True
+
     def send_raw(self, message: tuple[Any, ...]) -> None:
         self._answers.put(frame((time.monotonic(), message)))

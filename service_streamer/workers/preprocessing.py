@@ -56,8 +56,8 @@ _START_INTERVAL = 30.0
 class PreprocessPool:
     """Stands in for the ``preprocess`` of a model. One thread at a time.
 
-    The kernel ends the processes with the thread that started them. So that is a thread of this
-    pool's own: the one that finds out that a process has died may end before the worker.
+    The kernel ends the processes with the thread that started them. So ``start`` is for the main
+    thread, and those that die later are started again by a thread of this pool's own.
     """
 
     def __init__(self, spec: ModelSpec | bytes, options: WorkerOptions) -> None:
@@ -68,14 +68,14 @@ class PreprocessPool:
         self._batch_ids = itertools.count()
         self._places: dict[int, int] = {}  # of the living, by slot
         self._ready: set[int] = set()  # slots
-        self._starter = ThreadPoolExecutor(1, "service_streamer starter")
+        self._starter: ThreadPoolExecutor | None = None
         self.may_start_at = -math.inf  # after a start that failed; on the monotonic clock
         self._collate: Callable[[list[Any]], Any] = list
 
     def start(self) -> None:
         """Start all of them. Returns before they are ready."""
         for place in range(self._count):
-            self._starter.submit(self._start, place).result()
+            self._start(place)
 
     def wait_ready(self) -> None:
         """Block until all of them are. Raises WorkerStartError, whose cause has the traceback."""
@@ -101,9 +101,9 @@ class PreprocessPool:
         self._events(0)  # some may have died since
         self._replace()
         while not self._ready:
-            self._events(None)
-            if not self._places:
-                self._give_up("no preprocess process is left")
+            for event in self._events(None):
+                if isinstance(event, WorkerDied) and not self._places:
+                    self._give_up(event.failure.text)
         size, count = len(items), min(len(self._ready), len(items))
         bounds = [size * part // count for part in range(count + 1)]
         parts = [items[start:stop] for start, stop in itertools.pairwise(bounds)]
@@ -141,7 +141,8 @@ class PreprocessPool:
     def close(self) -> None:
         """End them."""
         self.transport.close(_CLOSE_GRACE)
-        self._starter.shutdown()
+        if self._starter is not None:
+            self._starter.shutdown()
 
     def _start(self, place: int) -> None:
         slot = next(self._slots)
@@ -158,7 +159,10 @@ class PreprocessPool:
             return
         for place in missing:
             try:
-                self._starter.submit(self._start, place).result()
+                starter = self._starter or ThreadPoolExecutor(1, "service_streamer starter")
+                started = starter.submit(self._start, place)  # or there is no thread: no starter
+                self._starter = starter
+                started.result()
             except (OSError, RuntimeError, MemoryError) as error:
                 # No processes, threads, descriptors or memory are left in the system.
                 what = f"preprocess process {place} cannot be started again: {summary(error)}"

@@ -458,6 +458,10 @@ class Channel(ABC):
     def check_owner(self) -> None:  # noqa: B027
         """End a process that the model has forked and that came back from the model."""
 
+    def interrupt(self) -> bool:
+        """Make ``receive`` return None, now or soon, for another thread; False if it cannot."""
+        return False
+
     last_sign_at = 0.0  # when the last sign of life was due
 
     def sign_of_life(self) -> None:

@@ -243,7 +243,8 @@ class Job(Bisection[int]):
         except BaseException as error:
             trouble = self._model.outcome_of(error, self.batch_id, self._named)
         self._trouble, self._data = trouble, None
-        self._prepared.clear()
+        if part is self.items:  # of a smaller part, what is prepared of the others is still of use
+            self._prepared.clear()
         if isinstance(trouble, Failure) and (
             not self._calls or progress.is_unwanted(self.batch_id)
         ):
@@ -497,6 +498,8 @@ class _Overlap:
             # Results that are on their way are sent before the worker ends.
             self._computed.put(None)
             self._outlet.join(_LAST_RESULTS)
+            if self._stages.channel.interrupt():
+                self._intake.join(_LAST_RESULTS)
             raise
         self._intake.join()
         return self._received

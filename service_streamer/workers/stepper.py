@@ -116,8 +116,9 @@ class StepRequest:
         )
 
 
-#: Calls the model with these: a result for each. And gives some up, if it lacks memory for these.
+#: Calls the model with these items; returns a result for each.
 _Function = Callable[[list[StepRequest]], list[Any]]
+#: Has some items fail or wait, after the model lacked memory for these.
 _RanOut = Callable[["_Together", list[StepRequest], Failure], None]
 
 
@@ -342,9 +343,9 @@ class _Stepper:
                 if not 0.0 <= found < float("inf"):
                     text = "must return a number of at least 0; it returned"
                     raise BadModelOutput(f"{describe(cost)} {text} {found}")
-            except Exception as error:
-                self.model.guard.look(error, request.batch_id)  # before it loses its causes
-                request.cost, request.failure = 0.0, Failure.caught(error)
+            except BaseException as error:
+                outcome: Any = self.model.outcome_of(error, request.batch_id)
+                request.cost, request.failure = 0.0, getattr(outcome, "failure", outcome)
 
     def _finish(self, over: list[StepRequest]) -> None:
         """These are done, have failed, or were dropped: report it."""

@@ -475,6 +475,10 @@ class _WorkerThread(Worker, Channel):
     def is_waiting(self) -> bool:
         return not self.batches.empty()
 
+    def interrupt(self) -> bool:
+        self.batches.put(None)
+        return True
+
     def send(self, report: BatchReport | StepReport) -> None:
         report.slot = self.slot
         if type(report) is StepReport and not self.is_closing:
@@ -501,5 +505,4 @@ class _WorkerThread(Worker, Channel):
                 failure = Failure(WorkerStartError(text), cause=Failure.caught(error))
         else:
             failure = Failure(WorkerLost("the worker thread was asked to end"))
-        self.batches.put(None)  # for another thread that receives
         self._events.put(WorkerDied(self.slot, failure, loss, report=report))
