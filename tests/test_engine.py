@@ -330,6 +330,15 @@ def test_a_drain_ends_when_the_last_call_is_cancelled(one: StubEngine) -> None:
     closing.join()
 
 
+def test_a_call_that_was_to_be_flushed_is_computed_when_the_owner_has_gone(one: StubEngine) -> None:
+    one.transport.ready(0)
+    one.engine.submit(Call(["a"], Future(one.engine), more=True))
+    one.engine.abandon()
+    one.transport.await_that(lambda: one.sent == [["a"]])
+    one.transport.echo()
+    one.engine.join()
+
+
 def test_a_bug_in_the_loop_fails_the_open_calls_and_the_streamer_goes_on(
     one: StubEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
