@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gc
 import math
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -384,6 +386,18 @@ def test_the_end_is_told_also_to_who_asks_too_late(one: StubEngine) -> None:
     assert told == ["in time"]
     one.engine.when_ended(lambda: told.append("late"))
     assert told == ["in time", "late"]
+
+
+def test_a_finalizer_may_close_the_streamer_within_the_last_lines_of_its_thread() -> None:
+    def close(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is threading.Event.set.__code__:
+            sys.setprofile(None)
+            made[0].engine.close(drain=True, timeout=None)
+
+    threading.setprofile(close)
+    made = [StubEngine()]
+    threading.setprofile(None)
+    made[0].engine.close(drain=False, timeout=None)
 
 
 # -- calls that come together

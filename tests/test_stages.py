@@ -22,13 +22,7 @@ from service_streamer.testing import Gate
 from service_streamer.workers.model_spec import ModelSpec
 from service_streamer.workers.protocol import Progress
 from service_streamer.workers.transport import BatchReport, ThreadTransport, WorkerDied
-from stage_models import (
-    STAGES,
-    ForwardOnly,
-    PredictWins,
-    SlowStages,
-    Staged,
-)
+from stage_models import STAGES, ForwardOnly, PredictWins, SlowStages, Staged
 from worker_loop import Batches, Clock, loaded, model_of, raised, served, ticking
 
 

@@ -426,7 +426,7 @@ class BaseEngine:
         # A signal handler may run while this thread holds a lock that the loop needs to end; it may
         # hold some of the transport's while it sends.
         is_interrupting = is_owned(self.lock) or is_owned(self.sending)
-        if threading.get_ident() != self.thread_id and not is_interrupting:
+        if threading.current_thread() is not self.thread and not is_interrupting:
             self.join()
 
     def join(self) -> None:
