@@ -36,7 +36,7 @@ from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.checks import Workers, worker_range
 from ..supervision.supervisor import Overlap
 from ..workers.protocol import DROP, RESUME, Failure
-from ..workers.transport import ThreadTransport, Transport, WorkerEvent
+from ..workers.transport import Transport, WorkerEvent
 from .backend import Lengths
 from .fleet import EngineState, Fleet
 from .threads import is_owned
@@ -99,10 +99,7 @@ class BaseEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport = transport
-        # Items of threads travel as they are: then without a call of Python.
-        is_local = isinstance(transport, ThreadTransport)
-        self.encode: Callable[[Sequence[Any]], list[Any]] = list if is_local else transport.encode
-        self.decode = transport.decode
+        self.encode, self.decode = transport.encode, transport.decode
         self.lengths = lengths
         self.fleet = fleet
         self.batcher = fleet.batcher
