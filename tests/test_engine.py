@@ -22,6 +22,7 @@ from service_streamer import (
     InternalError,
     ModelError,
     Overloaded,
+    PredictTimeout,
     StreamerBroken,
     StreamerForked,
     TooLate,
@@ -29,6 +30,7 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
+from service_streamer.engine.backend import PassThrough, predict_blocking
 from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.observe.record import BatchReport, Call, StepReport
 from service_streamer.supervision.supervisor import Loss
@@ -318,6 +320,18 @@ def test_a_call_that_is_sent_in_part_is_not_cancelled(one: StubEngine) -> None:
     for position in range(3):
         one.transport.echo(position)
     assert future.result(0) == [*range(10)]
+
+
+def test_a_call_that_is_answered_while_it_is_being_withdrawn_is_late(one: StubEngine) -> None:
+    class Answering(PassThrough):
+        def __getattr__(self, name: str) -> Any:
+            if name == "withdraw":
+                one.transport.echo()
+            return super().__getattr__(name)
+
+    one.transport.ready(0)
+    with pytest.raises(PredictTimeout):
+        predict_blocking(Answering(one.engine), Call(["a"], None, 0.001))
 
 
 # -- the end
