@@ -52,7 +52,7 @@ Message = BatchRecord | tuple[int, int, int]
 
 
 class BaseEngine:
-    """The state of an engine. ``Engine`` adds what a call passes, and the thread.
+    """The state of an engine. ``Engine`` adds what happens to calls, and the thread.
 
     Methods that say "Locked" want ``lock`` to be held.
 
