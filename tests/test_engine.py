@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gc
 import math
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +22,7 @@ from service_streamer import (
     InternalError,
     ModelError,
     Overloaded,
+    PredictTimeout,
     StreamerBroken,
     StreamerForked,
     TooLate,
@@ -27,6 +30,7 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
+from service_streamer.engine.backend import PassThrough, predict_blocking
 from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.observe.record import BatchReport, Call, StepReport
 from service_streamer.supervision.supervisor import Loss
@@ -318,6 +322,18 @@ def test_a_call_that_is_sent_in_part_is_not_cancelled(one: StubEngine) -> None:
     assert future.result(0) == [*range(10)]
 
 
+def test_a_call_that_is_answered_while_it_is_being_withdrawn_is_late(one: StubEngine) -> None:
+    class Answering(PassThrough):
+        def __getattr__(self, name: str) -> Any:
+            if name == "withdraw":
+                one.transport.echo()
+            return super().__getattr__(name)
+
+    one.transport.ready(0)
+    with pytest.raises(PredictTimeout):
+        predict_blocking(Answering(one.engine), Call(["a"], None, 0.001))
+
+
 # -- the end
 
 
@@ -328,6 +344,15 @@ def test_a_drain_ends_when_the_last_call_is_cancelled(one: StubEngine) -> None:
     await_that(lambda: one.engine.state is EngineState.DRAINING)
     assert future.cancel()
     closing.join()
+
+
+def test_a_call_that_was_to_be_flushed_is_computed_when_the_owner_has_gone(one: StubEngine) -> None:
+    one.transport.ready(0)
+    one.engine.submit(Call(["a"], Future(one.engine), more=True))
+    one.engine.abandon()
+    one.transport.await_that(lambda: one.sent == [["a"]])
+    one.transport.echo()
+    one.engine.join()
 
 
 def test_a_bug_in_the_loop_fails_the_open_calls_and_the_streamer_goes_on(
@@ -375,6 +400,18 @@ def test_the_end_is_told_also_to_who_asks_too_late(one: StubEngine) -> None:
     assert told == ["in time"]
     one.engine.when_ended(lambda: told.append("late"))
     assert told == ["in time", "late"]
+
+
+def test_a_finalizer_may_close_the_streamer_within_the_last_lines_of_its_thread() -> None:
+    def close(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is threading.Event.set.__code__:
+            sys.setprofile(None)
+            made[0].engine.close(drain=True, timeout=None)
+
+    threading.setprofile(close)
+    made = [StubEngine()]
+    threading.setprofile(None)
+    made[0].engine.close(drain=False, timeout=None)
 
 
 # -- calls that come together

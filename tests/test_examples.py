@@ -17,16 +17,7 @@ from flask.testing import FlaskClient
 
 import flask_multigpu_example
 from cases import long_cases
-from example_programs import (
-    BIRTHDAY,
-    TWINKLE,
-    Program,
-    answer_of,
-    ask,
-    run,
-    send,
-    why_it_ended,
-)
+from example_programs import BIRTHDAY, TWINKLE, Program, answer_of, ask, run, send, why_it_ended
 from flask_example import create_app
 from service_streamer import (
     BrokerUnavailable,

@@ -15,13 +15,7 @@ import pytest
 import models
 from conftest import AnyStreamer, await_that
 from contract.calls import Calls, Forms
-from service_streamer import (
-    Future,
-    PredictTimeout,
-    Streamer,
-    StreamerClosed,
-    ThreadedStreamer,
-)
+from service_streamer import Future, PredictTimeout, Streamer, StreamerClosed, ThreadedStreamer
 from service_streamer.testing import Gate
 
 Build = Callable[..., AnyStreamer]

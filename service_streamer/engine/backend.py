@@ -143,12 +143,12 @@ def predict_blocking(backend: Backend, call: Call) -> list[Any]:
         is_there = reply.wait(timeout)
     except BaseException:  # as KeyboardInterrupt, or a killed greenlet: no caller waits then
         reply.leave()
-        if reply.call is not None:
-            backend.withdraw(reply.call)
+        if (accepted := reply.call) is not None:
+            backend.withdraw(accepted)
         raise
     if not is_there:
-        if reply.call is not None:
-            backend.withdraw(reply.call, has_expired=True)
+        if (accepted := reply.call) is not None:
+            backend.withdraw(accepted, has_expired=True)
         raise backend.late(timeout)
     try:
         return backend.decode(reply.result())

@@ -36,7 +36,7 @@ from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.checks import Workers, worker_range
 from ..supervision.supervisor import Overlap
 from ..workers.protocol import DROP, RESUME, Failure
-from ..workers.transport import ThreadTransport, Transport, WorkerEvent
+from ..workers.transport import Transport, WorkerEvent
 from .backend import Lengths
 from .fleet import EngineState, Fleet
 from .threads import is_owned
@@ -52,7 +52,7 @@ Message = BatchRecord | tuple[int, int, int]
 
 
 class BaseEngine:
-    """The state of an engine. ``Engine`` adds what a call passes, and the thread.
+    """The state of an engine. ``Engine`` adds what happens to calls, and the thread.
 
     Methods that say "Locked" want ``lock`` to be held.
 
@@ -99,10 +99,7 @@ class BaseEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport = transport
-        # Items of threads travel as they are: then without a call of Python.
-        is_local = isinstance(transport, ThreadTransport)
-        self.encode: Callable[[Sequence[Any]], list[Any]] = list if is_local else transport.encode
-        self.decode = transport.decode
+        self.encode, self.decode = transport.encode, transport.decode
         self.lengths = lengths
         self.fleet = fleet
         self.batcher = fleet.batcher
@@ -426,7 +423,7 @@ class BaseEngine:
         # A signal handler may run while this thread holds a lock that the loop needs to end; it may
         # hold some of the transport's while it sends.
         is_interrupting = is_owned(self.lock) or is_owned(self.sending)
-        if threading.get_ident() != self.thread_id and not is_interrupting:
+        if threading.current_thread() is not self.thread and not is_interrupting:
             self.join()
 
     def join(self) -> None:

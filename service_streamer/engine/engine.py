@@ -389,10 +389,10 @@ class Engine(BaseEngine):
         the interpreter lock, which this thread gives up when it waits.
         """
         fleet, batcher = self.fleet, self.batcher
-        if not events and fleet.scaling.is_fixed and fleet.state is not EngineState.DRAINING:
-            timeout = self._time_to_wait()
-            if timeout:  # nothing is due: it was woken to wait less, or a caller's thread did it
-                return timeout
+        if not events and fleet.scaling.is_fixed:
+            timeout = self._time_to_wait()  # which may begin to drain
+            if timeout and fleet.state is not EngineState.DRAINING:
+                return timeout  # nothing is due: it was woken to wait less, or a caller did it
         calls: list[Call] = []
         parts: list[tuple[Call, Any]] = []
         try:

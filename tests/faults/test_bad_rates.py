@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 from fault_models import Indiscreet, Small
 
-from service_streamer import (
-    SharedBatchError,
-    Streamer,
-    ThreadedStreamer,
-    WorkerLost,
-)
+from service_streamer import SharedBatchError, Streamer, ThreadedStreamer, WorkerLost
 from service_streamer.testing import Gate
 
 CALLERS = 64

@@ -25,13 +25,7 @@ from cases import long_cases
 from conftest import await_that
 from pools import Peer, ask_pool, await_end, connected, folder, pool_names, pool_pid
 from serve_process import until, workers
-from service_streamer import (
-    PredictTimeout,
-    Streamer,
-    StreamerBroken,
-    StreamerClosed,
-    WorkerLost,
-)
+from service_streamer import PredictTimeout, Streamer, StreamerBroken, StreamerClosed, WorkerLost
 from service_streamer.pool.pool_protocol import PROTOCOL, Hello, pack, times
 from service_streamer.testing import Gate
 from stream_models import Countdown, Resumed

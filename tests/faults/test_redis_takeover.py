@@ -16,12 +16,7 @@ import models
 from conftest import rewrite_call
 from redis_peers import Keys
 from serve_process import until
-from service_streamer import (
-    PredictTimeout,
-    RedisStreamer,
-    RedisWorker,
-    WorkerStartError,
-)
+from service_streamer import PredictTimeout, RedisStreamer, RedisWorker, WorkerStartError
 from service_streamer.redis.local import LocalRedis
 from service_streamer.testing import Gate
 from stream_models import Countdown
