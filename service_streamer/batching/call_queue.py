@@ -505,5 +505,6 @@ def _sum_of(entries: Sequence[Entry]) -> float:
 
 
 def _nearest(entries: list[Entry], first: Entry, count: int) -> list[Entry]:
-    """So many of these that are next in length to the first one."""
-    return sorted(entries, key=lambda entry: abs(entry[0] - first[0]))[: max(0, count)]
+    """So many of these that are next in length to the first one; rather shorter ones."""
+    near = sorted(entries, key=lambda entry: (abs(entry[0] - first[0]), entry[0]))
+    return near[: max(0, count)]
