@@ -435,7 +435,8 @@ class CallQueue:
             overhead = (base + per_unit * padding) / (size + 1)
             if overhead <= least:
                 least, best = overhead, (below, above)
-        if best != (below, above) and self.cost.is_fitted:
+        # Where durations are noisy, what padding costs is still better known than not.
+        if best != (below, above) and self.cost.was_fitted:
             below, above = best
             reason = Reason.PADDING
         return [first, *shorter[:below], *longer[:above]], reason
