@@ -223,6 +223,7 @@ def test_what_is_not_as_expected_is_decided_on(what: str) -> None:
         ({"max_batch_cost": 3.0}, 0, 5, 3, Reason.COST),  # an item without a length counts one
         ({"max_batch_cost": 10.0}, 0, [4.0, 4.0, 4.0], 2, Reason.COST),
         ({}, 0, [4.0, 40.0], 1, Reason.PADDING),
+        ({}, 0, [4.0, 4.0], 2, Reason.ALONE),
         ({"batch_size": 64, "base": 0.00601}, 0, [3.0] * 600, 32, Reason.LONG),  # 17 times the base
     ],
 )
@@ -240,11 +241,11 @@ def test_items_that_come_together_are_cut_as_it_pays(
 
 
 def learned(base: float, per_unit: float, noise: float = 0.0) -> Batcher:
-    """A batcher that has seen many batches, of which each other one took longer by the noise."""
+    """A batcher that has seen many batches; of the later half each other one took longer."""
     batcher = make_batcher(batch_size=8, max_latency=1.0)
     for number in range(600):
         size = (1, 8, 4)[number % 3]
-        duration = (base + per_unit * size) * (1.0 + noise * (-1) ** number)
+        duration = (base + per_unit * size) * (1.0 + (number >= 300) * noise * (-1) ** number)
         teach(batcher, size, duration, duration)
     return batcher
 
@@ -270,6 +271,13 @@ def test_waiting_ends_as_long_before_a_deadline_as_batches_differ(
     # Two of 12 ms wait for the next turn of two workers, which is 7.5 ms after the first one.
     assert not batcher.worker_ready(1, 0.0).batches
     assert batcher.deadline == pytest.approx(waits_until, abs=4e-4)
+
+
+@pytest.mark.parametrize(("noise", "size"), [(0.0, 4), (0.9, 8)])
+def test_batches_are_not_smaller_by_what_explains_no_durations(noise: float, size: int) -> None:
+    batcher = learned(0.0035, 0.0027, noise)
+    submit(batcher, [math.inf] * 8)
+    assert [batch.size for batch in batcher.worker_ready(0, 0.0).batches] == [size]
 
 
 @pytest.mark.parametrize(("base", "size"), [(0.01, 7), (0.001, 2)])

@@ -203,14 +203,17 @@ def test_what_waited_at_a_lost_host_behind_another_batch_is_not_charged(is_known
 
 
 def test_all_that_a_lost_host_stepped_at_once_is_charged() -> None:
-    batcher = make_batcher(batch_size=2, max_latency=0.0)
+    batcher = make_batcher(batch_size=2, max_latency=0.0, max_attempts=2)
     batcher.begin_steps(2)
-    for name in "ab":
-        batcher.call_submitted(Call([name], None), 0.0)
+    batcher.call_submitted(Call([*"ab"], None), 0.0)
     assert len(batcher.worker_ready(0, 0.0).batches) == 2
     batcher.worker_lost(0, "gone", 0.0, is_outage=True)
     again = batcher.worker_ready(1, 0.0).batches
     assert [batch.outages for batch in again] == [1, 1]
+    batcher.worker_lost(1, "died", 0.0, begun=frozenset({again[0].id}))
+    again = batcher.worker_ready(2, 0.0).batches
+    batcher.worker_lost(2, "died", 0.0, begun=frozenset({again[0].id}))
+    assert batcher.retries.retried_items == 4, "nothing of a call that has just failed"
 
 
 def test_a_batch_that_is_given_up_since_its_callers_have_gone_says_nothing_of_others() -> None:

@@ -78,9 +78,7 @@ class Shapes(Line):
         # One that is dear is added for those beyond it.
         (20.0, 16, None, [10] * 2 + [16] + [17] * 13, [[10] * 2 + [16] + [17] * 13]),
         # No batch costs more than it may unless one item does.
-        (HUGE, 8, 12.0, [4, 4, 4, 4, 4], [[4, 4, 4], [4, 4]]),
         (HUGE, 8, 10.0, [2, 10, 2, 2, 2, 2], [[2, 2, 2, 2, 2], [10]]),
-        (HUGE, 8, 10.0, [1, 2, 100], [[1, 2], [100]]),
         (HUGE, 8, 9.9, [3, 3, 3, 4, 4], [[3, 3, 3], [4, 4]]),
     ],
 )  # fmt: skip
@@ -94,27 +92,22 @@ def test_neighbours_in_length_go_together_as_far_as_that_pays(
     assert shapes.batches() == expected
 
 
-@pytest.mark.parametrize(
-    ("lengths", "base", "batch_size", "max_batch_cost", "reason"),
-    [
-        ((5, 50), 10.0, 8, None, Reason.PADDING),
-        ((5, 5, 5), HUGE, 8, 10.0, Reason.COST),
-        ((5, 6, 1, 1), HUGE, 2, 11.0, Reason.FULL),
-        ((5, 5, 5), HUGE, 2, None, Reason.FULL),
-        ((5, 5), HUGE, 8, None, Reason.ALONE),
-    ],
-    ids=["padding", "cost", "full in spite of one too long", "full", "all"],
-)
-def test_batch_says_why_it_has_no_more_items(
-    lengths: Sequence[float], base: float, batch_size: int, max_batch_cost: float | None,
-    reason: Reason,
-) -> None:  # fmt: skip
-    shapes = Shapes(base, batch_size, max_batch_cost)
-    for length in lengths:
+def test_batch_is_full_in_spite_of_a_neighbour_too_long() -> None:
+    shapes = Shapes(HUGE, 2, 11.0)
+    for length in (5, 6, 1, 1):
         shapes.wait(length)
     batch = shapes.cut()
     assert batch is not None
-    assert batch.reason is reason
+    assert batch.reason is Reason.FULL
+
+
+def test_short_items_fill_a_batch_that_has_no_room_for_two_usual_ones() -> None:
+    line = Line(max_batch_cost=10.0, batch_size=8, has_lengths=True)
+    for _ in range(40):
+        line.add(lengths=[6])
+        line.take()
+    line.add("short", 2, lengths=[5, 5])
+    assert line.take() == ["short"] * 2
 
 
 def test_window_of_calls_that_are_over_is_filled_again() -> None:
@@ -124,10 +117,6 @@ def test_window_of_calls_that_are_over_is_filled_again() -> None:
     for call in calls[3:30]:
         shapes.drop(call)
     assert [shapes.places() for _ in range(2)] == [[2, 30], [31, 32]]
-    for call in calls[33:39]:
-        shapes.drop(call)
-    assert shapes.places() == [39]
-    assert shapes.places() == []
 
 
 # -- precedence

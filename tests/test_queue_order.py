@@ -128,11 +128,11 @@ def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary(
     has_lengths: bool,
 ) -> None:
     line = Line(has_lengths=has_lengths)
-    waiting = [line.add(number) for number in range(4)]
-    assert line.take() == [0]
-    line.drop(waiting[1])
+    waiting = [line.add(number) for number in range(12)]
+    assert [line.take() for _ in range(9)] == [[number] for number in range(9)]
+    line.drop(waiting[9])
     line.add("first", priority=9)
-    assert line.order() == ["first", 2, 3]
+    assert line.order() == ["first", 10, 11]
     line.add("next")
     line.add("and next")
     assert line.order() == ["next", "and next"]
@@ -164,7 +164,7 @@ def test_default_time_counts_from_its_half(
     line.add("given 20", seconds=20.0, has_deadline=True)
     line.add("given 8", seconds=8.0, has_deadline=True)
     line.add("high", priority=1)
-    line.add("default", seconds=10.0)
+    line.add("default", seconds=10.0, lengths=[0])
     line.now = now
     assert line.order() == expected
 

@@ -206,7 +206,9 @@ class BatchScheduler(Scheduler):
             bound, reason = longest, Reason.LONG
         self.full, self._full_reason = self._batch_size, Reason.FULL
         if items < self._batch_size:
-            self.full, self._full_reason = max(1, int(items)), reason
+            # With lengths that is an estimate.
+            items = round(items) if self._has_lengths else int(items)
+            self.full, self._full_reason = max(1, items), reason
         self._most_cost = bound
         largest = GROWTH * self._largest
         if self._has_lengths and 0.0 < largest < bound:
@@ -237,7 +239,7 @@ class BatchScheduler(Scheduler):
         cost, slots, waiting = self._cost, self._slots, self._queue.items
         beside = max(self._transit, slots.beside)  # the transit has the other stages, once learned
         begins = slots.begins_at(slot, now, cost.duration) + beside
-        if self._has_lengths or slots.room > 2 or not cost.is_fitted:
+        if self._has_lengths or slots.room > 2 or not cost.was_fitted:
             # It differs with the lengths. And with several stages a worker is at several batches.
             return Finish(begins + self._duration(size)) if waiting > size else UNKNOWN
         size = min(size, waiting)
@@ -410,7 +412,7 @@ class BatchScheduler(Scheduler):
         last = deadline - self._transit
         fits = size_in_time(size, base, item, last - oldest, last - now)
         # By a guess at what items cost only if no more wait than can be computed at the same time.
-        is_sure = self._cost.is_fitted or self._queue.items <= self._slots.taking * fits
+        is_sure = self._cost.was_fitted or self._queue.items <= self._slots.taking * fits
         return fits if is_sure else size
 
     def _worth(self, waiting: int, missing: float, later: float) -> float:

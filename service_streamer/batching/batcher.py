@@ -368,7 +368,7 @@ class Batcher:
         cut_off = [batch for batch in lost if _is_cut_off(batch)]
         again = [batch for batch in lost if batch not in cut_off]
         failed = self.retries.run_again(again, failure, batch_id, begun, is_outage=is_outage)
-        for batch in [*failed, *cut_off]:
+        for batch in itertools.chain(failed, cut_off):
             self._fail_batch(batch, failure, is_loss=True)
         if self.has_steps and self.on_back is not None:
             for batch in lost:  # perhaps after hours, so the recorder learns of its end

@@ -435,7 +435,8 @@ class CallQueue:
             overhead = (base + per_unit * padding) / (size + 1)
             if overhead <= least:
                 least, best = overhead, (below, above)
-        if best != (below, above) and self.cost.is_fitted:
+        # Where durations are noisy, what padding costs is still better known than not.
+        if best != (below, above) and self.cost.was_fitted:
             below, above = best
             reason = Reason.PADDING
         return [first, *shorter[:below], *longer[:above]], reason
@@ -505,5 +506,6 @@ def _sum_of(entries: Sequence[Entry]) -> float:
 
 
 def _nearest(entries: list[Entry], first: Entry, count: int) -> list[Entry]:
-    """So many of these that are next in length to the first one."""
-    return sorted(entries, key=lambda entry: abs(entry[0] - first[0]))[: max(0, count)]
+    """So many of these that are next in length to the first one; rather shorter ones."""
+    near = sorted(entries, key=lambda entry: (abs(entry[0] - first[0]), entry[0]))
+    return near[: max(0, count)]

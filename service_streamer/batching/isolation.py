@@ -14,7 +14,7 @@ model raises on it, its worker deals with as for any other batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -127,12 +127,12 @@ class Retries:
         begun: frozenset[int] | None,
         *,
         is_outage: bool,
-    ) -> list[BatchRecord]:
+    ) -> Iterator[BatchRecord]:
         """A worker was lost with these batches, in the order in which they were sent.
 
-        See ``Batcher.worker_lost``. Returns those that are not run again, so that their calls fail.
+        See ``Batcher.worker_lost``. Yields those that are not run again. Their calls are to fail at
+        once: what the next batches have of them is not run again, either.
         """
-        given_up: list[BatchRecord] = []
         for position, batch in enumerate(lost):
             is_begun = begun is None or batch.id in begun
             # One that was sent ahead has probably not begun, and is run as a whole first.
@@ -151,8 +151,7 @@ class Retries:
             else:
                 is_to_blame = is_begun
             if not self._run_again(batch, failure, is_to_blame, is_ahead, attempts):
-                given_up.append(batch)
-        return given_up
+                yield batch
 
     def _run_again(
         self, batch: BatchRecord, failure: Any, is_to_blame: bool, as_it_was: bool, attempts: int

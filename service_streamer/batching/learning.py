@@ -282,7 +282,7 @@ class LearnedCost:
         base: what a batch costs however small it is, seconds; 0 at least.
         per_unit: what each unit of cost adds, seconds; 0 at least.
         is_fitted: whether the line is more than a guess: there were some batches, not all alike.
-            Then the slope is kept while all batches are alike.
+        was_fitted: whether it ever was. The slope is kept while all batches are alike.
     """
 
     def __init__(self) -> None:
@@ -290,7 +290,7 @@ class LearnedCost:
 
     def _forget(self) -> None:
         self.base = self.per_unit = 0.0
-        self.is_fitted = False
+        self.is_fitted = self.was_fitted = False
         self._batches = 0
         self._is_varied = False  # their costs are not all alike
         # Weighted sums over the batches so far: of 1, cost, duration and their products.
@@ -327,7 +327,8 @@ class LearnedCost:
         self._batches += 1
         self._is_varied = spread > LEAST_SPREAD * c * c
         explains = together * together >= EXPLAINED * spread * (dd - d * d)
-        self.is_fitted |= self.is_settled and self._is_varied and explains
+        self.is_fitted = self.is_settled and self._is_varied and explains
+        self.was_fitted |= self.is_fitted
         if ridge:
             slope = (together + ridge * self.per_unit) / (max(0.0, spread) + ridge)
             self.per_unit = min(max(0.0, slope), d / c)

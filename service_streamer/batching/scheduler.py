@@ -1,10 +1,9 @@
 """Who takes what waits, and when: one scheduler for batches, and one for models of steps.
 
-A worker of a model of steps has places, one for each item that it
-steps. Its scheduler fills those that are free, and sends a few items more, so that a place that
-becomes free is taken before the next step: to ask for one would take a step. Who waits is better
-kept here than there, since here deadlines, priorities and tenants are looked at to the last. So
-they are few.
+A worker of a model of steps has places, one for each item that it steps. Its scheduler fills those
+that are free, and sends a few items more, so that a place that becomes free is taken before the
+next step: to ask for one would take a step. Who waits is better kept here than there, since here
+deadlines, priorities and tenants are looked at to the last. So they are few.
 """
 
 from __future__ import annotations

@@ -83,6 +83,8 @@ class CallGroup:
 
     def first_timed(self) -> Call | None:
         """The first call that has a deadline."""
+        if self.calls[0].deadline < inf:  # as nearly always; it may cost nothing
+            return self.calls[0]
         calls = self if self.timed else ()
         return next((call for call in calls if call.deadline < inf), None)
 
@@ -338,19 +340,23 @@ class TurnOrder:
         """
         group: CallGroup = call.group
         line = group.line
+        is_last = not call.pending
+        if group is self.sole:
+            if is_last:
+                call.group = None
+                group.left += 1
+            self.sole_took(work, work if call.deadline < inf else 0.0)
+            return
         cost = work or float(items)  # else a tenant with no others would always be next
-        if group is not self.sole:
-            group.unit = cost / items
-            line.unit += (max(group.unit, _LEAST_UNIT) - line.unit) / UNIT_ITEMS
+        group.unit = cost / items
+        line.unit += (max(group.unit, _LEAST_UNIT) - line.unit) / UNIT_ITEMS
         if not goes_along:
             self._clock, self._cost, self._served = line.place[0], cost, line
             line.served(call, cost)
         if line is self._served:
             group.tag += cost
-            if len(self._order) > 1:
-                self._charge(line, cost)
-                self._forget_before(self._clock)
-        self.remove(call, work, is_last=not call.pending)
+            self._charge(line, cost)
+        self.remove(call, work, is_last=is_last)
 
     def sole_took(self, work: float, timed: float) -> None:
         """The first calls of the sole group, which need no turns, had so much."""
