@@ -263,7 +263,8 @@ class Arena:
 
     def _review(self) -> None:
         """Give the pages at the top back if more than half of all was not needed for a while."""
-        needed = max(self._peak, (self._pages.rfind(1) + 1) * PAGE)
+        top = self._pages.rfind(1, 0, self._reach // PAGE) + 1
+        needed = max(self._peak, top * PAGE)
         self._takes = self._peak = 0
         if needed <= self._reach // 2:
             with contextlib.suppress(OSError):

@@ -62,7 +62,7 @@ _LARGE_SPEC_BYTES = 64 << 20
 class Parts:
     """A pickled value with its large buffers beside the pickle's stream.
 
-    The pickler's own parts are views of the value, which may change: a store copies them at once.
+    The pickler's own parts are views of the value, which may change: ``put`` copies them at once.
     """
 
     __slots__ = ("buffers", "stream")
