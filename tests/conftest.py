@@ -497,15 +497,12 @@ def private(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def without_pagemap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where /proc is not mounted."""
-    original = os.open
+    """As where /proc is not mounted; the process may have opened it before."""
 
-    def fail(path: Any, *args: Any, **kwargs: Any) -> int:
-        if path == "/proc/self/pagemap":
-            raise FileNotFoundError(path)
-        return original(path, *args, **kwargs)
+    def fail(*_: Any) -> bytes:
+        raise FileNotFoundError
 
-    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(os, "pread", fail)
 
 
 @pytest.fixture
