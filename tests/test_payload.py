@@ -32,8 +32,7 @@ from walk.interrupts import interrupted_everywhere
 LARGE = 16 << 10
 
 
-#: The first one puts large values nowhere, so that they can be looked at.
-CODEC, WHOLE = Codec(lambda parts: parts), Codec()
+CODEC, WHOLE = Codec(lambda parts: parts), Codec()  # one puts nowhere what is large: to look at
 
 
 def dump(item: Any, large: float = LARGE) -> Any:
@@ -569,10 +568,9 @@ class Fails:
 )
 def test_an_item_is_pickled_rightly_after_one_that_failed(before: list[Any]) -> None:
     for bad in (Fails(), threading.Lock(), lambda: None):
-        with pytest.raises((ZeroDivisionError, TypeError, AttributeError, pickle.PicklingError)):
-            dump([*before, bad])
-        with pytest.raises((ZeroDivisionError, TypeError, AttributeError, pickle.PicklingError)):
-            dump_whole([*before, bad])
+        for send in (dump, dump_whole):
+            with pytest.raises((ArithmeticError, TypeError, AttributeError, pickle.PicklingError)):
+                send([*before, bad])
         assert dump([1, "a"]) == pickle.dumps([1, "a"], 5)
         assert [buffer.nbytes for buffer in parts(np.zeros(LARGE, "u1")).buffers] == [LARGE]
         assert load(dump_whole(before)).__len__() == len(before)
