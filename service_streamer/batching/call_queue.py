@@ -243,49 +243,54 @@ class CallQueue:
         surely = finish.last(now, min(room, self.items))
         turns, sole, large_calls = self.turns, self.turns.sole, self._large
         large = int(max(1.0, min(self._large_cost_now(), room))) if large_calls else 0
-        starts: dict[Call, int] = {}  # where those of each call start, which may have several turns
-        taken = 0
-        while taken < room and self.items > taken:
+        # How many of each call, which may have several turns. They leave their calls all at once: a
+        # signal handler that submits within these lines has others cut.
+        taken: dict[Call, int] = {}
+        count = 0
+        while count < room and self.items > count:
             if sole is None:
                 call, size = turns.head(now), 1
+                before = taken.get(call, 0)
             else:
-                call = sole.calls[0]
+                call, before = sole.calls[0], 0
                 if call.group is not sole:
                     sole.drop_left()
                     continue
                 size = call.pending
             if call.deadline <= surely:
                 # Else it would end while an item of it is in the batch.
-                if call not in starts and self._is_late(call, taken, room - taken, now, finish):
+                if not before and self._is_late(call, count, room - count, now, finish):
                     expire(call)
                     continue
-                if not taken:
+                if not count:
                     room = finish.room(call.deadline, room)
-            if size > room - taken:
-                size = room - taken
+            if size > room - count:
+                size = room - count
             if call in large_calls:
                 if not large:
                     reason = Reason.TURN
                     break
                 size = min(size, large)
                 large -= size
-            if call not in starts:
-                starts[call] = call.size - call.pending
-            taken += size
-            call.pending -= size
-            if not call.pending:
-                call.state = _RUNNING
+            taken[call] = before + size
+            count += size
             if sole is None:
-                turns.took(call, size, size)
-            elif not call.pending:
+                turns.took(call, size, size, is_last=before + size == call.pending)
+            elif size == call.pending:
                 call.group = None
                 sole.calls.popleft()
         if not taken:
             return None
-        spans = [(call, start, call.size - call.pending) for call, start in starts.items()]
         if sole is not None:
-            timed = [stop - start for call, start, stop in spans if call.deadline < math.inf]
-            turns.sole_took(taken, sum(timed))
+            timed = sum([size for call, size in taken.items() if call.deadline < math.inf])
+            turns.sole_took(count, timed)
+        spans: list[Span] = []
+        for call, size in taken.items():
+            start = call.size - call.pending
+            spans.append((call, start, start + size))
+            call.pending -= size
+            if not call.pending:
+                call.state = _RUNNING
         batch = self._cut(spans)
         batch.reason = reason
         return batch
@@ -336,7 +341,8 @@ class CallQueue:
         else:
             call.state = _RUNNING
             del self._entries[call]
-        self.turns.took(call, len(chosen), work, goes_along=goes_along)
+        is_last = not call.pending
+        self.turns.took(call, len(chosen), work, is_last=is_last, goes_along=goes_along)
 
     def _window(
         self, decision: Decision, now: float, expire: Callable[[Call], None]

@@ -332,7 +332,9 @@ class TurnOrder:
                 if room <= 0:
                     break
 
-    def took(self, call: Call, items: int, work: float, *, goes_along: bool = False) -> None:
+    def took(
+        self, call: Call, items: int, work: float, *, is_last: bool, goes_along: bool = False
+    ) -> None:
         """What ``head`` said had its turn, with so many items; or others go along with those.
 
         A tenant is charged for those that go along in its own turn only. Else one that always has
@@ -340,7 +342,6 @@ class TurnOrder:
         """
         group: CallGroup = call.group
         line = group.line
-        is_last = not call.pending
         if group is self.sole:
             if is_last:
                 call.group = None

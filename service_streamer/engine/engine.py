@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +42,6 @@ from ..reporting import counted, quiet_log, report_bug, summary
 from ..supervision.supervisor import Loss, Overlap, backoff
 from ..workers.protocol import HOLD, RESUME, Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent
-from . import threads
 from .backend import IN_CALLBACK, answer
 from .base_engine import ABORT_GRACE, BaseEngine, Message
 from .fleet import EngineState, FleetEvent
@@ -68,7 +68,8 @@ class Engine(BaseEngine):
 
     def submit(self, call: Call) -> None:
         """See ``Backend``. Also raises what the function raises that gives the lengths."""
-        if threads.known_pid != self._pid or self.fleet.refusal is not None:
+        # A system call each time: uWSGI forks without the hooks by which it could be known before.
+        if os.getpid() != self._pid or self.fleet.refusal is not None:
             self.check_process()
             self._check_accepting()
         timeout, size = call.timeout, call.size

@@ -7,7 +7,6 @@ import contextlib
 import math
 import operator
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -41,19 +40,6 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
     thread.start()
     return thread
 
-
-#: This process, for a look without a system call. None under uWSGI, which forks without the hooks
-#: by which it would be known.
-known_pid: int | None = None
-
-
-def _note_process() -> None:
-    global known_pid
-    known_pid = None if "uwsgi" in sys.modules else os.getpid()
-
-
-_note_process()
-os.register_at_fork(after_in_child=_note_process)
 
 _copies: list[threading.Event] = []
 

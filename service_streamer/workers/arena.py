@@ -263,7 +263,8 @@ class Arena:
 
     def _review(self) -> None:
         """Give the pages at the top back if more than half of all was not needed for a while."""
-        needed = max(self._peak, (self._pages.rfind(1) + 1) * PAGE)
+        top = self._pages.rfind(1, 0, self._reach // PAGE) + 1
+        needed = max(self._peak, top * PAGE)
         self._takes = self._peak = 0
         if needed <= self._reach // 2:
             with contextlib.suppress(OSError):
@@ -291,12 +292,14 @@ class Arena:
             except OSError:
                 return None
             self._reach = stop
+        self._peak = max(self._peak, stop)
+        # No call before that of the lease: a signal handler may raise after one, and nothing would
+        # free the pages.
         self._pages[page : page + count] = b"\1" * count
         if page == self._first_free:
             self._first_free += count
         self._used += size
         self._takes += 1
-        self._peak = max(self._peak, stop)
         return Lease(self._ended, block, size), block
 
     def _row(self, size: int) -> tuple[Lease, int] | None:

@@ -62,7 +62,7 @@ _LARGE_SPEC_BYTES = 64 << 20
 class Parts:
     """A pickled value with its large buffers beside the pickle's stream.
 
-    The pickler's own parts are views of the value, which may change: a store copies them at once.
+    The pickler's own parts are views of the value, which may change: ``put`` copies them at once.
     """
 
     __slots__ = ("buffers", "stream")
@@ -247,12 +247,12 @@ class _Pickling:
 
     def dump(self, value: Any, large: float) -> bytes | Parts:
         self._large = large
-        self.is_reusable = False
+        self.is_reusable = is_short = False
         self.pickler.dispatch_table = _reducers
         try:
             self.pickler.dump(value)
             last: bytes = self._chunks.pop()
-            self.is_reusable = not self._chunks and len(last) <= _SHORT_STREAM
+            is_short = not self._chunks and len(last) <= _SHORT_STREAM
             if not self._chunks and not self._buffers and len(last) < large:
                 return last
             chunks = [
@@ -264,6 +264,7 @@ class _Pickling:
             self.pickler.clear_memo()  # which holds references to all objects
             self._chunks.clear()
             self._buffers.clear()
+            self.is_reusable = is_short  # at last: a signal handler may raise before
 
     def _stays(self, buffer: PickleBuffer) -> bool:
         """Whether a buffer stays in the stream."""

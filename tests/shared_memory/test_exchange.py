@@ -139,8 +139,7 @@ def test_payloads_go_through_pipes_where_there_is_no_room_to_map_memory(
     assert SharedMemory(4 * MB).for_worker(1) is None
     [record] = caplog.records
     assert "no shared memory" in record.getMessage()
-    link = ends[0]()
-    assert link.arena is None
+    assert ends[0]().arena is None
 
 
 # -- memory that is passed on
