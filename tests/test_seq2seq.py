@@ -69,13 +69,10 @@ def without_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind", "way"),
-    [
-        ("t5", "texts", "padded"),
-        ("whisper", "sounds", "padded"),
-        pytest.param("bart", "texts", "shifted", marks=pytest.mark.long),
-        pytest.param("captions", "images", "padded", marks=pytest.mark.long),
-    ],
-)
+    [("t5", "texts", "padded"), ("whisper", "sounds", "padded"),
+     pytest.param("bart", "texts", "shifted", marks=pytest.mark.long),
+     pytest.param("captions", "images", "padded", marks=pytest.mark.long)],
+)  # fmt: skip
 @pytest.mark.usefixtures("without_times")
 def test_results_are_those_of_whole_texts(name: str, kind: str, way: str) -> None:
     model, requests = stepped(name), REQUESTS[kind]
