@@ -15,7 +15,7 @@ help:
 	@echo "make serve         serve the shipped model on port $(PORT), with a page to look at"
 	@echo "make demo          start the Flask service with the shipped model on port $(PORT)"
 	@echo "make demo-redis    the same with Redis between gunicorn's processes and the model's"
-	@echo "make test          run the test suite, in four minutes on two cores"
+	@echo "make test          run the test suite, in four and a half minutes on two cores"
 	@echo "make test-integrations  run the tests that need a foreign program or a cluster (Ray, uWSGI, chromium)"
 	@echo "make test-all      run it with the long tests: chaos, fuzzing, training"
 	@echo "make test-alone    run each test file in a process of its own"
