@@ -14,8 +14,8 @@ from cases import long_cases
 
 pytest.importorskip("gevent")
 
+pytestmark = pytest.mark.long
 TESTS = Path(__file__).parent
-
 
 PATCHED = """
 from gevent import monkey

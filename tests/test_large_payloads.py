@@ -71,7 +71,7 @@ def test_large_items_come_back_however_the_workers_start(method: str, streamer: 
 # -- tensors
 
 
-@pytest.mark.parametrize("size", [100_000, *long_cases(10)])
+@pytest.mark.parametrize("size", long_cases(100_000, 10))
 def test_a_tensor_arrives_as_data(size: int, streamer: Build) -> None:
     torch = pytest.importorskip("torch")
     dtypes = ["float32", "bfloat16", "bool", "int64", "complex64", "float8_e4m3fn"]

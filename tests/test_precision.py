@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import tiny_models
+from cases import long_cases
 from pipeline_cases import assert_close, compiles_to_itself, folder, item, loaded, served, variant
 from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.precision import choose_precision
@@ -117,7 +118,8 @@ def test_a_gpu_gets_the_type_that_the_checkpoint_needs(
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in tiny_models.MODELS if name not in ("entailment", "xlnet")]
+    "name",
+    long_cases(*(name for name in tiny_models.MODELS if name not in ("entailment", "xlnet"))),
 )
 def test_every_task_gives_answers_in_float16(name: str) -> None:
     """As it does on a GPU: nothing in a pipeline may need float32."""

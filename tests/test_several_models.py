@@ -90,7 +90,7 @@ def partial(
         yield service
 
 
-@pytest.fixture(scope="module", params=[(), FLEET], ids=["", "fleet"])
+@pytest.fixture(scope="module", params=[(), *long_cases(FLEET)], ids=["", "fleet"])
 def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatedServing]:
@@ -128,7 +128,7 @@ def write(service: GatedServing, *tables: str) -> None:
 
 in_one_process = pytest.mark.parametrize("started", [()], ids=[""], indirect=True, scope="module")
 in_a_fleet = pytest.mark.parametrize(
-    "started", [FLEET], ids=["fleet"], indirect=True, scope="module"
+    "started", long_cases(FLEET), ids=["fleet"], indirect=True, scope="module"
 )
 
 

@@ -214,7 +214,7 @@ def test_processes_of_gunicorn_share_a_model_by_the_name_of_a_pool(name: str) ->
         pool_command("stop", pool, "--now")
 
 
-@pytest.mark.parametrize("example", ["fastapi", *long_cases("starlette", "django")])
+@pytest.mark.parametrize("example", long_cases("fastapi", "starlette", "django"))
 def test_missing_model_is_named_in_a_line(example: str) -> None:
     said = why_it_ended(*COMMANDS[example], "--model", "no/such/folder")
     assert "no/such/folder" in said.splitlines()[-1]

@@ -249,7 +249,7 @@ def test_connections_that_a_host_lost_are_no_hosts_that_died(site: Site) -> None
 
 
 @pytest.mark.parametrize(
-    "alone", [False, *long_cases(True)], ids=["with its workers", "without its workers"]
+    "alone", long_cases(False, True), ids=["with its workers", "without its workers"]
 )
 def test_a_host_that_was_frozen_answers_late_and_goes_on(site: Site, alone: bool) -> None:
     gate = site.gate()
@@ -489,7 +489,7 @@ class TestAnotherOne:
         assert sorted(computed) == list(range(30))
         assert streamer.stats().outages == 1
 
-    @pytest.mark.parametrize("how", ["flushed", *long_cases("killed")])
+    @pytest.mark.parametrize("how", long_cases("flushed", "killed"))
     def test_calls_that_redis_lost_fail_and_all_goes_on(
         self, server: LocalRedis, site: Site, how: str
     ) -> None:
