@@ -89,16 +89,14 @@ def service_of(good: int, bad: int = 0, **options: Any) -> Service:
     return Service(lambda caller: "good" if caller < good else "bad", callers=good + bad, **given)
 
 
-LONG_CALLERS = [
-    pytest.param(*numbers, marks=pytest.mark.long) for numbers in ((0, 2), (1, 8), (8, 8))
-]
+LONG = [pytest.param(*numbers, marks=pytest.mark.long) for numbers in ((0, 2), (1, 8), (8, 8))]
 KINDS = pytest.mark.parametrize(
     "options", [{}, {"isolate_errors": False, "max_attempts": 1}], ids=["retry", "no retry"]
 )
 
 
 @KINDS
-@pytest.mark.parametrize(("good", "bad"), [(3, 2), (64, 1), *LONG_CALLERS])
+@pytest.mark.parametrize(("good", "bad"), [(3, 2), (64, 1), *LONG])
 def test_bad_callers_have_few_workers_replaced(
     good: int, bad: int, options: dict[str, Any]
 ) -> None:

@@ -70,7 +70,7 @@ def test_four_workers_import_the_application_and_none_loads_torch(web: Program) 
     assert "hiredis" not in Path(f"/proc/{master}/maps").read_text()
 
 
-@pytest.mark.parametrize("is_redis_there", [True, *long_cases(False)])
+@pytest.mark.parametrize("is_redis_there", long_cases(True, False))
 def test_service_says_in_time_that_no_model_is_there(redis_url: str, is_redis_there: bool) -> None:
     with contextlib.closing(socket.socket()) as nobody:
         nobody.bind(("127.0.0.1", 0))

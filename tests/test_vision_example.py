@@ -190,7 +190,7 @@ def test_its_stages_share_nothing(managed: type[ManagedModel], model: VisionMode
 # The service
 
 
-@pytest.fixture(scope="module", params=["web", *long_cases("worker")])
+@pytest.fixture(scope="module", params=long_cases("web", "worker"))
 def service(request: pytest.FixtureRequest) -> Iterator[Program]:
     """Images are decoded in the web process, or in the worker."""
     command = ("example/flask_vision_example.py", "--port", "0", "--decode", request.param)

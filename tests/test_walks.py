@@ -83,7 +83,7 @@ def walks(kind: str, request: pytest.FixtureRequest) -> Callable[[int], str | No
 
 
 @pytest.mark.parametrize(
-    "kind", [*(k for k in public_walk.KINDS if k != "shared"), *long_cases("shared")]
+    "kind", ["thread", "steps_thread", "process", *long_cases("steps_process", "redis", "shared")]
 )
 def test_everything_ends_after_a_walk(kind: str, walks: Callable[[int], str | None]) -> None:
     for seed in seeds(kind, 1):

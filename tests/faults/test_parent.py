@@ -12,7 +12,7 @@ from cases import long_cases
 
 @pytest.mark.parametrize(
     "how",
-    ["hangs", "hangs, forgotten", "stopped", *long_cases("hangs, deaf", "hangs, being killed")],
+    ["hangs", *long_cases("hangs, forgotten", "stopped", "hangs, deaf", "hangs, being killed")],
 )
 def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path) -> None:
     source = f"""
